@@ -210,7 +210,7 @@ def test_a_step_does_not_wait_for_one_on_other_units(rank):
 @ranks(2, fresh=True)
 def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     _, offloaded = prepared(rank)
-    work = offloaded.engine._runtime.steps()._works.get(offloaded.optimizer)
+    work = offloaded.engine._runtime.steps()._backends.get(offloaded.optimizer)
     if rank == 0:
         with held_up(offloaded):
             offloaded.optimizer.step()

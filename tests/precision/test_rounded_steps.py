@@ -242,7 +242,7 @@ def test_only_a_part_of_the_shard_is_in_fp32_at_a_time(rank):
     torch_shard.shard(model, units=["0", "1", "2", "3"], precision=ROUND)
     entered: dict[int, int] = {}
     most = [0, 0]
-    enter, drop = RoundedPiece.enter, RoundedPiece.drop
+    enter, drop = RoundedPiece.load, RoundedPiece.drop
 
     def entering(piece: RoundedPiece) -> None:
         enter(piece)
@@ -254,14 +254,14 @@ def test_only_a_part_of_the_shard_is_in_fp32_at_a_time(rank):
         drop(piece)
         assert piece.param.untyped_storage().nbytes() == 4 and piece.param.grad is None
 
-    RoundedPiece.enter, RoundedPiece.drop = entering, dropping  # type: ignore[method-assign]
+    RoundedPiece.load, RoundedPiece.drop = entering, dropping  # type: ignore[method-assign]
     try:
         for make in (adamw, lambda m: O.AdamW(m.parameters(), foreach=True), lambda m: O.NAdam(m.parameters())):
             most[:] = [0, 0]
             go_once(model, make(model))
             assert 0 < most[0] <= 1 << 20 and most[1] == 4 * 1500 * 1500 // 2 and not entered
     finally:
-        RoundedPiece.enter, RoundedPiece.drop = enter, drop  # type: ignore[method-assign]
+        RoundedPiece.load, RoundedPiece.drop = enter, drop  # type: ignore[method-assign]
 
 
 def go_once(model: nn.Module, optimizer: Any) -> None:

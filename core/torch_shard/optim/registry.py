@@ -115,7 +115,7 @@ def is_declared(cls: type) -> bool:
 
 
 def kind_of_step(cls: type, function: Any) -> Kind | None:
-    """Return the kind of `function`, a ``step`` of torch's own that `cls` has inherited or calls by ``super().step()``, or None."""
+    """Return the kind of `function`, a ``step`` of torch's that `cls` has inherited or calls by ``super().step()``, or None."""
     if function is None:
         return None
     plain = inspect.unwrap(function)

@@ -1,8 +1,8 @@
-"""State of optimizers that step on whole matrices: plain whole tensors, on the owner of each parameter and nowhere else.
+"""The state of optimizers that step on full matrices: plain full tensors, on the owner of each parameter and nowhere else.
 
-State may also come from elsewhere: from before sharding or a plain ``load_state_dict`` (whole, on every rank), from an
-optimizer that stepped on slices before, or from this rank's own ``state_dict()`` (at the owner). One rule brings it in: a
-parameter's owner is a rank that has its state.
+State may also come from before sharding or a plain ``load_state_dict`` (full, on every rank), from an optimizer that has
+stepped on shards, or from this rank's own ``state_dict()`` (full, at the owner). In all cases the new owner of a parameter is a
+rank that has its state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ...comm.consensus import agree
 from ...errors import ShardError
-from ...layout.dtensor_placement import is_dtensor, is_full, local_of
+from ...layout.dtensor_placement import is_dtensor, local_of
 from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
@@ -43,8 +43,8 @@ __all__ = [
     "tensors_of",
 ]
 
-_SMALL = 4 << 20  # bytes of parameters; units below are exchanged together, for a message has its price
-_NONE, _WHOLE, _SLICES, _PARTS = 0, 1, 2, 3  # what a rank has of a parameter's state; parts: of a DTensor
+_SMALL = 4 << 20  # bytes of parameters; smaller units are exchanged together, because each message costs time
+_NONE, _FULL, _SHARDS = 0, 1, 2  # what a rank has of a parameter's state
 
 
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
@@ -55,7 +55,7 @@ def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
 
 
 def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
-    """Return each rank's numbers, by rank: as many below 256 as every other's. Collective."""
+    """Return each rank's numbers, by rank. They are below 256, and as many on every rank. Collective."""
     c = runtime.collectives
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
     table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
@@ -69,7 +69,7 @@ def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]
 
 
 def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor]) -> dict[str, int]:
-    """Give those that have none an owner; the same on all ranks where `params` are. Returns all owners by name."""
+    """Give an owner to those of `params`, which are the same on all ranks, that have none. Return all owners by name."""
     c = runtime.collectives
     owners = runtime.owners.of(optimizer)
     new = [p for p in params if p._spec.name not in owners]
@@ -96,17 +96,22 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
 
 
 def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]) -> dict[int, bool]:
-    """Return, by id of the parameters whose state is whole at one rank, whether that is another rank than this.
+    """Return, by id of the parameters whose state is full at their owners, whether the owner is another rank than this.
 
-    Parameters are those of `runtime` and of other engines, `state` is by name, `names` by id. Gives them owners; the same on all
-    ranks where `state` is.
+    Parameters without an owner get one.
+
+    Args:
+        runtime: the runtime of an engine whose parameters the optimizer holds. It may hold those of other engines, too.
+        optimizer: the optimizer.
+        names: the parameters' names by id.
+        state: state by name, with the same keys on all ranks.
     """
     if not any(is_matrix(held, optimizer) for held in (runtime, *runtimes_of(optimizer))):
         return {}
     loaded: dict[int, ShardTensor] = {}
     for p in params_of(optimizer):
         entries = state.get(names[id(p)])
-        if isinstance(p, ShardTensor) and entries and _kind(entries) == _WHOLE:
+        if isinstance(p, ShardTensor) and entries and _kind(entries) == _FULL:
             loaded[id(p)] = p
     found: dict[int, bool] = {}
     for held in runtimes_of(optimizer):
@@ -117,12 +122,12 @@ def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state:
 
 
 def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
-    """Return which parameters are exchanged together, by id: numbers of consecutive stages.
+    """Return the stage of each parameter, by id. The parameters of a stage are exchanged together, and stages follow each other.
 
     A step has three stages in memory at a time: messages both ways, values and gradients, eight times a rank's share of a
-    stage and more where owners differ. So with many units a stage is a sixteenth of everything, which is less than the
-    rank's gradients. With few units or many ranks that would leave ranks without work; there a stage is so many units that
-    the step takes about four units' memory, no more than forward and backward do at another time.
+    stage, and more where owners differ. So with many units a stage is a sixteenth of all parameters, which is less than the
+    rank's gradients. With few units or many ranks that would leave ranks without work. There a stage has so many units that
+    the step takes the memory of about four units, no more than forward and backward take at another time.
     """
     size = [p._spec.numel * p._local.element_size() for p in params]
     units: dict[int, list[int]] = {}
@@ -135,9 +140,9 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
     stage, filled = 0, 0
     stage_of: dict[int, int] = {}
     for _, members in sorted(units.items()):
-        # A unit is divided only where it is much too large, because its matrices are not equally so.
-        whole = sum(size[i] for i in members) <= max(limit, sum(size) // 12)
-        for run in [members] if whole else [[i] for i in members]:
+        # A unit is divided only where it is much too large, because its matrices may differ in size.
+        together = sum(size[i] for i in members) <= max(limit, sum(size) // 12)
+        for run in [members] if together else [[i] for i in members]:
             more = sum(size[i] for i in run)
             if filled and filled + more > limit:
                 stage, filled = stage + 1, 0
@@ -147,17 +152,17 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
 
 
 def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
-    """Bring state to the owners: they keep or get it whole, the others drop theirs. Collective.
+    """Move state to the owners: they keep it, or get it in full, and the others drop theirs. Collective.
 
     Args:
-        runtime: of the parameters.
-        optimizer: whose ``state`` is changed.
-        params: all that it holds, in one order on all ranks.
-        what: for messages.
+        runtime: the runtime of the parameters.
+        optimizer: the optimizer whose ``state`` is changed.
+        params: all its parameters of that runtime, in one order on all ranks.
+        what: the name of the operation, for error messages.
 
     Raises:
-        ShardError: on all ranks, before anything has changed: some ranks have slices of a state that others don't have, or parts
-            of a DTensor.
+        ShardError: on all ranks, before anything has changed: only some ranks have shards of a state, or only some replicas
+            have state.
     """
     c = runtime.collectives
     state = optimizer.state
@@ -166,102 +171,66 @@ def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTenso
         _check_kinds(runtime, p, [kinds[i] for kinds in kinds_of], what)
     for p in params:
         own = state.get(p)
-        for key, value in own.items() if own else ():  # the key stays, so the dict may be gone through
-            if any(
-                map(is_dtensor, tensors_of(value))
-            ):  # from steps of tensor parallelism alone: here parameters are plain
+        for key, value in own.items() if own else ():  # values may be replaced in the loop, since the keys stay
+            if any(map(is_dtensor, tensors_of(value))):  # replicated, from steps of tensor parallelism alone
                 own[key] = local(value)
-    _send_to_copies(runtime, state, params, kinds_of, what)
     table = [kinds_of[rank] for rank in c.topology.shard_group_of(c.world_rank)]
     owners = runtime.owners.of(optimizer)
-    sliced: list[ShardTensor] = []
+    sharded: list[ShardTensor] = []
     free: list[ShardTensor] = []
     chosen: dict[str, int] = {}
     for i, p in enumerate(params):
         kinds = [row[i] for row in table]
-        if _SLICES in kinds:
-            sliced.append(p)
+        if _SHARDS in kinds:
+            sharded.append(p)
         holders = [rank for rank, kind in enumerate(kinds) if kind != _NONE]
         owner = choose(holders, owners.get(p._spec.name), c.size)
         if owner is not None:
             chosen[p._spec.name] = owner
         elif holders:
             free.append(p)
-    keys = [(p._spec.name, [str(k) for k, v in state[p].items() if isinstance(v, ShardTensor)]) for p in sliced]
+    keys = [(p._spec.name, [str(k) for k, v in state[p].items() if isinstance(v, ShardTensor)]) for p in sharded]
     agree(runtime, what, keys)
     owners.update(chosen)
     give_owners(runtime, optimizer, free)
-    for p in sliced:
+    for p in sharded:
         own = state[p]
-        for key, value in own.items():  # the key stays, so the dict may be gone through
+        for key, value in own.items():  # values may be replaced in the loop, since the keys stay
             if isinstance(value, ShardTensor):
-                whole = ShardTensor.full_tensor(value)
+                full = ShardTensor.full_tensor(value)
                 if owners[p._spec.name] == c.rank:
-                    own[key] = whole
+                    own[key] = full
     for p in params:
         if p in state and owners.get(p._spec.name, c.rank) != c.rank:
             del state[p]
 
 
 def _check_kinds(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) -> None:
-    """Raise if a parameter's state can't be brought to one owner. `kinds` by rank of the engine, so that all ranks raise."""
-    if _PARTS in kinds:
-        having = [rank for rank, kind in enumerate(kinds) if kind == _PARTS]
-        raise ShardError(
-            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have a part only of a DTensor in the state of "
-            f"{p._spec.name}, of which a whole matrix is needed. Put whole tensors in place of such DTensors, "
-            "tensor.full_tensor(), on every rank. Nothing was changed."
-        )
-    if _SLICES in kinds and min(kinds) != _SLICES:
-        having = [rank for rank, kind in enumerate(kinds) if kind == _SLICES]
-        raise ShardError(
-            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have slices of the state of {p._spec.name}, the "
-            "others have none. Load state on every rank, or drop it "
-            "(`optimizer.state.pop(parameter)`) on every rank. Nothing was changed."
-        )
-
-
-def _send_to_copies(
-    runtime: Runtime, state: Any, params: Sequence[ShardTensor], kinds_of: list[list[int]], what: str
-) -> None:
-    """Send state of which only some replicas have anything to the others, and note that in `kinds_of`, by rank. Where each rank
-    is a replica (``no_shard``) it is the user's affair, as with DDP. Collective."""
+    """Raise if a parameter's state can't be moved to its owners. `kinds` are by rank of the engine, so that all ranks raise."""
     topology = runtime.collectives.topology
-    if not topology.is_hybrid:
-        return
-    rows, me = topology.shard_groups, runtime.collectives.world_rank
-    lacking = {}  # by number of the parameter, the copies without any state of it
-    for i in range(len(params)):
-        without = [row for row in rows if not any(kinds_of[rank][i] for rank in row)]
-        if without and len(without) < len(rows):
-            lacking[i] = without
-    if not lacking:
-        return
-    own = {i: state.get(params[i]) for i in lacking}
-    for i, (source, description) in descriptions(runtime, own, len(params), what).items():
-        position = topology.positions()[source]
-        receivers = [row[position] for row in lacking[i]]
-        entries = sent(runtime, own, i, source, description, me in receivers, what)
-        if me in receivers:
-            state[params[i]] = copied(entries, str(runtime.collectives.device))
-        for rank in receivers:
-            kinds_of[rank][i] = _WHOLE
+    # Where each rank is a replica (`no_shard`), equal state is the user's responsibility, as with DDP.
+    have = [any(kinds[rank] for rank in ranks) for ranks in topology.shard_groups] if topology.is_hybrid else []
+    if (_SHARDS in kinds and min(kinds) != _SHARDS) or len(set(have)) > 1:
+        having = [rank for rank, kind in enumerate(kinds) if kind]
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {what}: ranks {having} have state of {p._spec.name}, or shards of it, which "
+            "the others lack. Load state on every rank, or drop it (`optimizer.state.pop(parameter)`) on every rank. Nothing was "
+            "changed."
+        )
 
 
 def _kind(entries: Any) -> int:
     if not entries:
         return _NONE
     values = entries.values() if isinstance(entries, Mapping) else ()
-    if not all(map(is_full, tensors_of(entries))):
-        return _PARTS
-    return _SLICES if any(isinstance(value, ShardTensor) for value in values) else _WHOLE
+    return _SHARDS if any(isinstance(value, ShardTensor) for value in values) else _FULL
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
 class Sent:
-    """Stands for a tensor in a description that is sent ahead of it."""
+    """The place of a tensor in a description that is sent ahead of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -277,19 +246,19 @@ def collect(
     what: str,
     keep: Callable[[int, Any], Any] = lambda _, entries: entries,
 ) -> MutableMapping[int, Any]:
-    """Send state of which only some ranks have entries from the first of those to all. Collective.
+    """Send the state of parameters for which only some ranks have entries from the first of those ranks to all. Collective.
 
     Args:
-        runtime: whose ranks.
-        state: this rank's, by the number of the parameter, below `count`.
-        count: how many parameters there are.
-        wanted: whether this rank shall have the result, on the CPU; it takes part in any case, and holds one parameter's state
-            at a time.
-        what: for messages.
-        keep: called with the number and the entries of a parameter, returns what the result shall have of them.
+        runtime: the runtime of the ranks.
+        state: this rank's state, by the number of the parameter, which is below `count`.
+        count: the number of parameters.
+        wanted: True if this rank shall have the result, on the CPU. A rank takes part in any case, and holds the state of one
+            parameter at a time.
+        what: the name of the operation, for error messages.
+        keep: called with the number and the entries of a parameter; returns the entries for the result.
 
     Returns:
-        `state` itself where all ranks have entries for the same parameters; else a new dict in the order of the numbers.
+        `state` itself if all ranks have entries for the same parameters; else a new dict in the order of the numbers.
     """
     described = descriptions(runtime, state, count, what)
     if not described:
@@ -302,13 +271,13 @@ def collect(
 
 
 def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: str) -> dict[int, tuple[int, Any]]:
-    """Find state of which only some ranks have entries: where it is, and what it looks like. Collective.
+    """Describe the state of parameters for which only some ranks have entries. Collective.
 
     Args:
         runtime, state, count, what: as for :func:`collect`.
 
     Returns:
-        On all ranks, by number: the first rank that has it, and the entries with a :class:`Sent` for each tensor.
+        On all ranks, by number: the first rank that has entries, and these with a :class:`Sent` for each tensor.
     """
     c = runtime.collectives
     if c.world == 1 or c.backend == "fake":
@@ -346,13 +315,26 @@ def sent(
     Returns:
         The entries, on the CPU; None where they are not `wanted`.
     """
-    tensors = tensors_of(state[number]) if source == runtime.collectives.world_rank else []
-    received = _broadcast_tensors(runtime, tensors, _sent_in(description), source, wanted, what)
-    return _filled_in(description, iter(received)) if wanted else None
+    c = runtime.collectives
+    places: list[Sent] = []
+    mapped(description, places.append)
+    tensors = iter(tensors_of(state[number])) if c.world_rank == source else None
+    found = []
+    for place in places:
+        memory = torch.empty(place.nbytes, dtype=torch.uint8, device=c.device)
+        if tensors is not None:
+            dense = _dense(next(tensors))
+            memory.copy_(dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8))
+        if place.nbytes:
+            c.broadcast(memory, source, what)
+        if wanted:
+            found.append(memory.cpu().view(place.dtype).as_strided(place.shape, place.stride))
+    values = iter(found)
+    return mapped(description, lambda _: next(values)) if wanted else None
 
 
 def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
-    """Return the object of rank `source`, one of its own ranks, so that unpickling is safe. Collective."""
+    """Return the object of rank `source`. Unpickling it is safe, because it comes from a rank of the same program. Collective."""
     c = runtime.collectives
     if c.world == 1 or c.backend == "fake":
         return value
@@ -366,51 +348,19 @@ def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> An
     return value if c.world_rank == source else pickle.loads(data.numpy().tobytes())
 
 
-def _broadcast_tensors(
-    runtime: Runtime, tensors: list[torch.Tensor], sent: list[Sent], source: int, wanted: bool, what: str
-) -> list[torch.Tensor]:
-    """Send one parameter's tensors in one message. Collective."""
-    c = runtime.collectives
-    total = sum(_aligned(s.nbytes) for s in sent)
-    if not total:
-        return [torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device="cpu") for s in sent]
-    message = torch.zeros(total, dtype=torch.uint8, device=c.device)
-    at = 0
-    for tensor, s in zip(tensors, sent, strict=False):  # none elsewhere than at the source
-        message[at : at + s.nbytes].copy_(_bytes(tensor))
-        at += _aligned(s.nbytes)
-    c.broadcast(message, source, what)
-    if not wanted:
-        return []
-    message = message.cpu()
-    found, at = [], 0
-    for s in sent:
-        memory = message[at : at + s.nbytes].view(s.dtype)
-        found.append(memory.as_strided(s.shape, s.stride, memory.storage_offset()).clone())
-        at += _aligned(s.nbytes)
-    return found
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
-
-
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in memory without gaps, of the tensor's own strides where those have none."""
     return tensor.detach().clone()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    dense = _dense(tensor)
-    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8)
 
 
 # -- values that hold tensors -----------------------------------------------------------------------------------------
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order: what an optimizer
-    may keep under one key."""
+    """Return the plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order.
+
+    An optimizer may keep such values under one key.
+    """
     if is_wrapper(value):
         value = take(value)
     if isinstance(value, torch.Tensor):
@@ -439,7 +389,7 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def local(value: Any) -> Any:
-    """Return `value` with this rank's part, shared memory, of each DTensor."""
+    """Return `value` with this rank's part of each DTensor, which shares its memory."""
     return mapped(value, local_of)
 
 
@@ -450,13 +400,3 @@ def copied(value: Any, device: str | None = None) -> Any:
 
 def _described(value: Any) -> Any:
     return mapped(value, lambda t: Sent(_dense(t)))
-
-
-def _sent_in(value: Any) -> list[Sent]:
-    found: list[Sent] = []
-    mapped(value, found.append)
-    return found
-
-
-def _filled_in(value: Any, tensors: Any) -> Any:
-    return mapped(value, lambda _: next(tensors))
