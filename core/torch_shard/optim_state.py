@@ -1,16 +1,17 @@
-"""Optimizer state in other forms, under the names that torch's FullyShardedDataParallel gives its functions.
+"""Conversions of optimizer state, under the names that torch's FullyShardedDataParallel gives its functions.
 
-Two forms by name, for saving: *full* (whole tensors on the CPU) and *sharded* (ShardTensors of global shape, which
-torch.distributed.checkpoint saves and loads). One by number, for loading: what ``optimizer.load_state_dict`` takes, with this
-rank's slices. A plain optimizer's state dict is full state by number; :func:`rekey_optim_state_dict` goes from one to the
-other, so plain state can be loaded here, and full state into a plain optimizer::
+For saving there are two forms with the parameters' names as keys: *full* (full tensors on the CPU) and *sharded* (ShardTensors of
+global shape, which torch.distributed.checkpoint saves and loads). For loading there is one with numbers as keys: the dict that
+``optimizer.load_state_dict`` takes, with this rank's shards. A plain optimizer's state dict is full state by number, and
+:func:`rekey_optim_state_dict` converts names to numbers and back. So plain state can be loaded here, and full state into a plain
+optimizer::
 
     full = optim_state.full_optim_state_dict(model, optimizer)  # on rank 0
     plain = optim_state.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
 
-Unlike there, parameters may have any dtypes, all forms can be had with and without `rank0_only`, and `model` is the sharded
-module itself. Entries are by the parameters' names. Parameters without state have no entry; state that is neither a tensor
-of the parameter's shape nor a number (a list, say) goes along as it is.
+Unlike in torch, parameters may have any dtypes, all forms can be had with and without `rank0_only`, and `model` is the sharded
+module itself. Parameters without state have no entry. State that is neither a tensor of the parameter's shape nor a number (a
+list, say) is kept as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ import torch
 from torch import nn
 
 from .comm.consensus import agree
-from .comm.process_groups import ranks_of
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
 from .optim.engines_of_optimizer import params_of
@@ -46,7 +46,7 @@ _Input = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimStateKeyType(enum.Enum):
-    """What stands for a parameter in a state dict. Torch's own enumeration is taken as well."""
+    """The keys of a state dict: names or numbers of parameters. The functions also take torch's own enumeration."""
 
     PARAM_NAME = 1
     PARAM_ID = 2
@@ -62,37 +62,36 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Whole optimizer state by parameter name, on the CPU. Collective.
+    """Return full optimizer state by parameter name, on the CPU. Collective.
 
     Args:
         model: a sharded model.
         optim: an optimizer over its parameters.
-        optim_input: what `optim` was made from; checked only.
-        rank0_only: the other ranks get an empty dict.
-        group: the process group of the model's ranks; checked only.
+        optim_input: ignored, because `optim` has the parameters.
+        rank0_only: True if the other ranks shall get an empty dict.
+        group: ignored, because the model has its process group.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
     Raises:
-        ConfigError: `model` is not sharded, or `optim_input` or `group` are not those of this optimizer and model.
+        ConfigError: `model` is not sharded.
         StateDictError: `optim` holds a parameter that is not in `model`.
     """
-    engine = _engine(model, "full_optim_state_dict", group)
-    _check_input(engine, optim, optim_input, "full_optim_state_dict")
+    engine = _engine(model, "full_optim_state_dict")
     return engine.optim_state_dict(optim, rank0_only=rank0_only)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-    """Optimizer state by parameter name, what has the parameter's shape in ShardTensors. Collective.
+    """Return sharded optimizer state by parameter name: ShardTensors, where it has the parameter's shape. Collective.
 
-    That is the state itself, not a copy. From optimizers that step on whole matrices it is sent by the ranks that own them,
-    one parameter at a time, and each rank keeps its slices; state of other shapes is whole on every rank.
+    The result is the state itself, not a copy. The state of optimizers that step on full matrices is sent by the ranks that own
+    it, one parameter at a time, and each rank keeps its shards. State of other shapes is full on every rank.
 
-    Args and errors as in :func:`full_optim_state_dict`.
+    Arguments and errors are those of :func:`full_optim_state_dict`.
     """
     what = "sharded_optim_state_dict"
-    return _sharded(_engine(model, what, group), optim, None, what)
+    return _sharded(_engine(model, what), optim, None, what)
 
 
 def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any] | None, what: str) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(engine._runtime, what, names, error)
-    keep = _slices_of(optim)
+    keep = _shards_of(optim)
     state = matrix_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
     if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
         state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
@@ -117,22 +116,23 @@ def optim_state_dict(
     optim_state_dict: dict[str, Any] | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Optimizer state by parameter name, in the form that is set by :mod:`torch_shard.state_dict_type`; whole, on every rank
-    and on the CPU, where none is set. Collective.
+    """Return optimizer state by parameter name, in the form that :mod:`torch_shard.state_dict_type` sets. Collective.
+
+    By default it is full, on every rank and on the CPU.
 
     Args:
         model: a sharded model.
         optim: an optimizer over its parameters.
-        optim_state_dict: what to convert, in place of ``optim.state_dict()``: by number, with plain tensors or ShardTensors.
-        group: as in :func:`full_optim_state_dict`.
+        optim_state_dict: a dict to convert in place of ``optim.state_dict()``: by number, with plain tensors or ShardTensors.
+        group: ignored.
 
-    Returns, and errors, as in :func:`full_optim_state_dict`.
+    The result and errors are those of :func:`full_optim_state_dict`.
 
     Raises:
-        ConfigError: besides, local slices are set, which have no form for optimizers.
+        ConfigError: also if ``LOCAL_STATE_DICT`` is set, which is no form of optimizer state.
     """
     what = "optim_state_dict"
-    engine = _engine(model, what, group)
+    engine = _engine(model, what)
     settings = engine._runtime.state_dict_settings
     form = "FULL_STATE_DICT" if settings is None else settings.state_dict_type.name
     if form == "LOCAL_STATE_DICT":
@@ -155,29 +155,29 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: Any = None,
 ) -> dict[str, Any]:
-    """State from any of the forms here, for ``optim.load_state_dict``. Collective.
+    """Convert state of any form to the form that ``optim.load_state_dict`` takes. Collective.
 
     Args:
         model: a sharded model.
-        optim: an optimizer over its parameters, with their groups.
-        optim_state_dict: on every rank, by name or by number, with whole tensors or ShardTensors cut like the parameters. With
-            ``rank0_only`` set (:mod:`torch_shard.state_dict_type`) that of rank 0, and the others' is not looked at.
-        is_named_optimizer: accepted for the sake of code that passes it; the dict itself tells.
-        load_directly: also load it.
-        group: as in :func:`full_optim_state_dict`.
+        optim: an optimizer over its parameters, with the groups that were saved.
+        optim_state_dict: state by name or by number, on every rank, with full tensors or ShardTensors sharded like the
+            parameters. With ``rank0_only`` set (:mod:`torch_shard.state_dict_type`) only rank 0's is read.
+        is_named_optimizer: ignored, because the dict itself shows it.
+        load_directly: True to load the result, too.
+        group: ignored.
 
     Returns:
-        A dict by number with this rank's slices, in new memory.
+        A dict by number with this rank's shards, in new memory.
 
     Raises:
         StateDictError: on all ranks, with everything that does not fit; nothing has been changed.
-        ConfigError: as :func:`full_optim_state_dict`.
+        ConfigError: `model` is not sharded.
     """
     what = "optim_state_dict_to_load"
-    engine = _engine(model, what, group)
+    engine = _engine(model, what)
     settings = engine._runtime.state_dict_settings
     if settings is not None and getattr(settings.optim_state_dict_config, "rank0_only", False):
-        result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim, group=group)
+        result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim)
         if load_directly:
             optim.load_state_dict(result)
             optimizer_state.keep_as_saved(optim, result["state"])
@@ -191,29 +191,29 @@ def shard_full_optim_state_dict(
     optim_input: _Input = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """This rank's slices of full state that every rank has, for ``optim.load_state_dict``. Collective.
+    """Convert full state that every rank has to the form that ``optim.load_state_dict`` takes. Collective.
 
     Args:
-        full_optim_state_dict: whole tensors by name, or by number.
+        full_optim_state_dict: full tensors by name, or by number.
         model: a sharded model.
-        optim_input: checked only.
-        optim: an optimizer over the model's parameters; needed here.
+        optim_input: ignored.
+        optim: an optimizer over the model's parameters, which is required here.
 
-    Returns, and errors, as in :func:`optim_state_dict_to_load`.
+    The result and errors are those of :func:`optim_state_dict_to_load`.
     """
-    engine = _engine(model, "shard_full_optim_state_dict", None)
-    optim = _needed(optim, engine, optim_input, "shard_full_optim_state_dict")
+    engine = _engine(model, "shard_full_optim_state_dict")
+    optim = _required(optim, engine, "shard_full_optim_state_dict")
     return _to_load(engine, optim, full_optim_state_dict, "shard_full_optim_state_dict")
 
 
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """State as :func:`sharded_optim_state_dict` gives it, for ``optim.load_state_dict``. Collective.
+    """Convert the state of :func:`sharded_optim_state_dict` to the form that ``optim.load_state_dict`` takes. Collective.
 
-    Returns, and errors, as in :func:`optim_state_dict_to_load`.
+    The result and errors are those of :func:`optim_state_dict_to_load`.
     """
-    engine = _engine(model, "flatten_sharded_optim_state_dict", None)
+    engine = _engine(model, "flatten_sharded_optim_state_dict")
     return _to_load(engine, optim, sharded_optim_state_dict, "flatten_sharded_optim_state_dict")
 
 
@@ -224,22 +224,22 @@ def scatter_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """Slices of full state that rank 0 has, for ``optim.load_state_dict`` on every rank. Collective.
+    """Convert full state that rank 0 has to the form that ``optim.load_state_dict`` takes on every rank. Collective.
 
-    Rank 0 sends one tensor at a time, so another rank holds its slices and one whole tensor.
+    Rank 0 sends the state of one parameter at a time, so another rank holds its shards and the full state of one parameter.
 
     Args:
-        full_optim_state_dict: whole tensors by name or by number on rank 0; elsewhere it is not looked at.
+        full_optim_state_dict: full tensors by name or by number on rank 0. The argument of other ranks is ignored.
         model: a sharded model.
-        optim_input: checked only.
-        optim: an optimizer over the model's parameters; needed here.
-        group: as in :func:`full_optim_state_dict`.
+        optim_input: ignored.
+        optim: an optimizer over the model's parameters, which is required here.
+        group: ignored.
 
-    Returns, and errors, as in :func:`optim_state_dict_to_load`.
+    The result and errors are those of :func:`optim_state_dict_to_load`.
     """
     what = "scatter_full_optim_state_dict"
-    engine = _engine(model, what, group)
-    optim = _needed(optim, engine, optim_input, what)
+    engine = _engine(model, what)
+    optim = _required(optim, engine, what)
     runtime, given, error = engine._runtime, full_optim_state_dict, None
     names: list[str] = []
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -253,7 +253,7 @@ def scatter_full_optim_state_dict(
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, what, names, error)
-    keep, count = _slices_of(optim), len(names)
+    keep, count = _shards_of(optim), len(names)
     # State of no parameter, and of parameters that have none.
     own = {key: value for key, value in numbered["state"].items() if key not in range(count) or not value}
     groups, own = matrix_state.broadcast_object(runtime, (numbered["param_groups"], own), 0, what)
@@ -264,7 +264,7 @@ def scatter_full_optim_state_dict(
     return _to_load(engine, optim, _renamed(received, dict(enumerate(names)), what, engine.rank), what)
 
 
-def _slices_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
+def _shards_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
     params = params_of(optim)
 
     def keep(number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,25 +283,27 @@ def rekey_optim_state_dict(
     optim_input: _Input = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Put parameters' names in place of their numbers in a state dict, or the other way round. Not collective.
+    """Return a state dict with names of parameters in place of numbers, or numbers in place of names. Not collective.
 
     Args:
-        optim_state_dict: by name or by number. Its tensors are not copied.
-        optim_state_key_type: what the result shall be by; :class:`OptimStateKeyType` or torch's.
-        model: sharded or plain.
-        optim_input: what the optimizer was made from: parameters or groups of them.
-        optim: the optimizer; one of the two is needed. Numbers follow the order of its groups.
+        optim_state_dict: state by name or by number. Its tensors are not copied.
+        optim_state_key_type: the keys of the result, an :class:`OptimStateKeyType` or torch's.
+        model: a sharded or plain model.
+        optim_input: the parameters, or groups of them, that the optimizer was made from.
+        optim: the optimizer. This or `optim_input` is required. Numbers follow the order of its groups.
 
     Raises:
-        ConfigError: no `optim` and no `optim_input`, or another key type.
-        StateDictError: a parameter that is not in `model`, or an entry of none.
+        ConfigError: neither `optim` nor `optim_input` is given, or the key type is another.
+        StateDictError: a parameter is not in `model`, or the dict's groups have an unknown one.
     """
     what = "rekey_optim_state_dict"
     kind = getattr(optim_state_key_type, "name", None)
     if kind not in OptimStateKeyType.__members__:
         raise ConfigError(f"{what}: optim_state_key_type must be an OptimStateKeyType, not {optim_state_key_type!r}.")
     if optim is None and optim_input is None:
-        raise ConfigError(f"{what}: give the optimizer (optim=...), or what it was made from (optim_input=...).")
+        raise ConfigError(
+            f"{what}: pass the optimizer (optim=...), or the parameters that it was made from (optim_input=...)."
+        )
     params = params_of(optim) if optim is not None else _listed(optim_input)
     engine = engine_of(model)
     known = {id(p): name for name, p in model.named_parameters()}
@@ -323,8 +325,8 @@ def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: st
     unknown = [k for group in state_dict["param_groups"] for k in group["params"] if k not in mapping]
     if unknown:
         raise StateDictError(
-            f"rank {rank}: {what}: the dict's groups have {', '.join(map(repr, unknown[:5]))}, of which the optimizer has no "
-            "parameter. Make it with the groups that were saved."
+            f"rank {rank}: {what}: the optimizer has no parameter {', '.join(map(repr, unknown[:5]))}, which the dict's "
+            "groups list. Make the optimizer with the groups that were saved."
         )
     listed = {k for group in state_dict["param_groups"] for k in group["params"]}
     other = [key for key in state_dict["state"] if key not in listed]
@@ -372,19 +374,12 @@ def _to_load(
     return result
 
 
-def _engine(model: nn.Module, what: str, group: Any) -> Engine:
+def _engine(model: nn.Module, what: str) -> Engine:
     engine = engine_of(model)
     if engine is None:
         raise ConfigError(
             f"{what}: the model is not sharded; use the optimizer's own state_dict() and load_state_dict()."
         )
-    if group is not None:
-        ranks = list(engine._runtime.collectives.watchdog.ranks)
-        if ranks_of(group) != ranks:
-            raise ConfigError(
-                f"rank {engine.rank}: {what}: group has ranks {ranks_of(group)}, the model is sharded over "
-                f"{ranks}. Leave it out."
-            )
     return engine
 
 
@@ -396,20 +391,9 @@ def _listed(optim_input: _Input) -> list[Any]:
     return found
 
 
-def _check_input(engine: Engine, optim: torch.optim.Optimizer, optim_input: _Input, what: str) -> None:
-    if optim_input is None:
-        return
-    if list(map(id, _listed(optim_input))) != list(map(id, params_of(optim))):
-        raise ConfigError(
-            f"rank {engine.rank}: {what}: optim_input lists other parameters than the optimizer holds, or in another order. "
-            "Leave it out (an iterator like model.parameters() can be gone through once only)."
-        )
-
-
-def _needed(
-    optim: torch.optim.Optimizer | None, engine: Engine, optim_input: _Input, what: str
-) -> torch.optim.Optimizer:
+def _required(optim: torch.optim.Optimizer | None, engine: Engine, what: str) -> torch.optim.Optimizer:
     if optim is None:
-        raise ConfigError(f"rank {engine.rank}: {what}: pass the optimizer, optim=...; its groups say what is loaded.")
-    _check_input(engine, optim, optim_input, what)
+        raise ConfigError(
+            f"rank {engine.rank}: {what}: pass the optimizer, optim=...; its groups determine what is loaded."
+        )
     return optim

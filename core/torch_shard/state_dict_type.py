@@ -1,15 +1,15 @@
-"""Which form ``model.state_dict()`` has, for code written for torch's FullyShardedDataParallel.
+"""The form of ``model.state_dict()``, for code written for torch's FullyShardedDataParallel.
 
-There a setting on the model decides what its ``state_dict()`` gives. The same functions are here, with torch's own
-enumeration and configuration classes::
+In torch a setting on the model determines the form. These are the same functions, with torch's own enumeration and configuration
+classes::
 
     from torch_shard.state_dict_type import FullStateDictConfig, StateDictType, state_dict_type
 
     with state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
-        whole = model.state_dict()
+        full = model.state_dict()
 
-Without a setting ``model.state_dict()`` holds ShardTensors, as with ``SHARDED_STATE_DICT``. What is loaded need not be of the
-form that is set, apart from local slices: ``model.load_state_dict`` takes whole tensors and ShardTensors at any time.
+By default ``model.state_dict()`` holds ShardTensors, as with ``SHARDED_STATE_DICT``. ``model.load_state_dict`` takes full tensors
+and ShardTensors, whatever form is set, but the plain local shards of ``LOCAL_STATE_DICT`` only while that is set.
 """
 
 from __future__ import annotations
@@ -68,17 +68,18 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Say what ``module.state_dict()`` and :func:`torch_shard.optim_state.optim_state_dict` give from now on. Not collective;
-    do it on all ranks. With ``FULL_STATE_DICT`` these are collective.
+    """Set the form of ``module.state_dict()`` and :func:`torch_shard.optim_state.optim_state_dict`.
+
+    This is not collective, but must be done on all ranks. With ``FULL_STATE_DICT`` these functions are collective.
 
     Args:
         module: a sharded model.
         state_dict_type: the form.
-        state_dict_config: of the class that belongs to the form; None for its defaults.
-        optim_state_dict_config: likewise, for the optimizer.
+        state_dict_config: an object of the configuration class of that form; None for its defaults.
+        optim_state_dict_config: the same for the optimizer.
 
     Returns:
-        What was set before.
+        The settings that were in force before.
 
     Raises:
         ConfigError: `module` is not sharded, or a configuration is of another form.
@@ -105,7 +106,7 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What is set. Not collective.
+    """Return the settings. Not collective.
 
     Raises:
         ConfigError: `module` is not sharded.
@@ -127,7 +128,7 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """:func:`set_state_dict_type` for a block."""
+    """Set the form for a block, as :func:`set_state_dict_type` does."""
     runtime = _engine(module, "state_dict_type")._runtime
     before = runtime.state_dict_settings
     set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
@@ -142,7 +143,7 @@ _ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict_type
 
 @contextlib.contextmanager
 def as_shards() -> Iterator[None]:
-    """Inside, models have and load ShardTensors, whatever is set."""
+    """Have models give and load ShardTensors in this block, whatever form is set."""
     token = _ignored.set(True)
     try:
         yield
@@ -151,12 +152,12 @@ def as_shards() -> Iterator[None]:
 
 
 def in_force(engine: Engine) -> StateDictSettings | None:
-    """What is set, outside of :func:`as_shards`."""
+    """Return the settings, or None within :func:`as_shards`."""
     return None if _ignored.get() else engine._runtime.state_dict_settings
 
 
 def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
-    """Give the entries of `engine`'s model, or of a part of it, the form that is set. Collective for whole tensors."""
+    """Convert entries of the engine's model, or of a part of it, to the form that is set. Collective for full tensors."""
     settings = in_force(engine)
     if settings is None:
         return
@@ -174,7 +175,7 @@ def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
 
 
 class _Convert:
-    """A post-hook of ``state_dict`` on the sharded model."""
+    """A post-hook of ``state_dict`` on the sharded model, which converts its result."""
 
     def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
         engine = engine_of(module)
@@ -185,5 +186,5 @@ class _Convert:
 def _engine(module: nn.Module, what: str) -> Engine:
     engine = engine_of(module)
     if engine is None:
-        raise ConfigError(f"{what}: the module is not sharded itself; pass the one that shard() was called with.")
+        raise ConfigError(f"{what}: the module is not sharded itself; pass the module that shard() was called with.")
     return engine

@@ -197,7 +197,6 @@ def test_what_does_not_fit_is_an_error_on_all_ranks(rank, world_size):
         optim_state.optim_state_dict_to_load(pair.model, pair.optimizer, short, load_directly=True)
     for call in (
         lambda: optim_state.full_optim_state_dict(pair.plain, pair.plain_optimizer),
-        lambda: optim_state.full_optim_state_dict(pair.model, pair.optimizer, optim_input=iter(())),
         lambda: optim_state.shard_full_optim_state_dict(before, pair.model),
         lambda: optim_state.rekey_optim_state_dict(before, OptimStateKeyType.PARAM_ID, pair.model),
         lambda: optim_state.rekey_optim_state_dict(before, "names", pair.model, optim=pair.optimizer),

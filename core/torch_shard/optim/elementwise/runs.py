@@ -1,15 +1,15 @@
-"""Which flat tensors an element-wise optimizer steps on, for one parameter group.
+"""The flat tensors that an element-wise optimizer steps on, for one parameter group.
 
-Neighbours in one unit's shard whose gradients come from one reduction and whose state agrees in keys and counters are a
-*segment*, one plain 1-D tensor for the optimizer::
+A *segment* is a part of one unit's shard: neighbours whose gradients come from one reduction, and whose state agrees in keys
+and counters::
 
     shard      [ w0 w0 w0 w1 w1 . w2 | b0 b1 b2 ]      this rank's slot of a unit, parameters of two groups
     segments   [ ----- segment ----- ][- segment]
     state      [  exp_avg of the run ]                 ``optimizer.state[w1]["exp_avg"]`` is a ShardTensor over its part
 
 A *run* is one large segment, or all small ones together: those are copied into one tensor for the step, and back, which
-costs less than to call the kernels for each. What the optimizer is given are the run's *pieces*: one, except where kernels
-take several passes over their operands.
+costs less than calling the kernels for each. The optimizer gets the run's *pieces*, plain 1-D tensors: one, except where
+kernels take several passes over their operands.
 """
 
 from __future__ import annotations
@@ -34,39 +34,51 @@ from .step_counters import Counters
 
 __all__ = ["Runs"]
 
-_NONE, _HERE, _OTHER = 0, 1, 2  # a parameter's gradient: none; in its unit's reduced slice; the user's own
+_NONE, _REDUCED, _OTHER = 0, 1, 2  # a parameter's gradient: none; a part of its unit's reduced gradient; the user's own
 _flat, _spec, _local = map(operator.attrgetter, (f"{STATE}.flat", f"{STATE}.spec", f"{STATE}.local"))
 
 
 class Runs:
     """The sharded parameters of one group.
 
-    An *arrangement* is how they are divided into runs, with the pieces and their state. It is made from what follows, and
-    holds as long as none of it has changed, which is all that :meth:`is_as_left` looks at:
+    The *arrangement* is their division into runs, with the pieces and their state. It is made from the following, and is valid
+    as long as none of this has changed, which :meth:`is_as_left` checks:
 
-    - the parameters and their order: others are another Runs (`FlatStep._same_parameters`);
-    - which gradients there are, and that they are parts of their units' reduced slices, of which the pieces then take the new
-      ones; with a gradient of the user's own nothing is kept for the next step;
-    - the dict of each parameter in the optimizer's state, and the values in it, by identity: keys, dtypes, and numbers with
-      them (`signature`);
-    - where the elements of those lie;
+    - the parameters and their order (others make a new Runs, see `FlatStep._look`);
+    - which gradients there are, and that they are parts of their units' reduced gradients. With a gradient of the user's own
+      nothing is kept for the next step;
+    - the dict of each parameter in the optimizer's state, and the values in it, by identity;
+    - the memory of these values;
     - the values of counters, since those of a run must agree;
     - Python attributes of the parameters, where the optimizer may look at them;
-    - how large a piece may be.
+    - the largest size of a piece.
 
-    Options of the group are not among it: they are read anew in each step.
+    Options of the group are read anew in each step.
+
+    Attributes:
+        flats: the flat buffers.
+        params: the parameters, in the order of the buffers.
+        shard_of: for each parameter the number of its flat buffer.
+        specs, ranges: for each parameter its spec, and the range of its elements in the shard.
+        pieces: the optimizer's parameters.
+        stepped, stepped_flats: the parameters with a gradient, and their buffers.
+        counters: the counters in the parameters' state.
+        fits_fused: True if a fused kernel on the CPU takes all pieces with the state that they have.
     """
 
     def __init__(
         self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
     ) -> None:
-        """`listed`: the group's parameters in the user's order; `found`: the sharded ones by flat buffer; `attributes`: the
-        optimizer may look at Python attributes that the user has given to parameters, so those that have some are not
-        stepped together with others."""
+        """Args:
+        listed: the group's parameters in the user's order.
+        found: the sharded ones by flat buffer.
+        attributes: True if the optimizer may look at Python attributes that the user has given to parameters. Parameters that
+            have some are stepped by themselves.
+        """
         self._attributes = attributes
         self.flats = [flat for flat, _ in found]
         self.params: list[ShardTensor] = []
-        self.shard_of: list[int] = []  # of each parameter: the number of its flat buffer
+        self.shard_of: list[int] = []
         for number, (_, params) in enumerate(found):
             self.params += sorted(params, key=lambda p: p._spec.index)
             self.shard_of += [number] * len(params)
@@ -77,7 +89,7 @@ class Runs:
             self.flats[n].layout.local_range(spec.index, self.flats[n].collectives.rank)
             for n, spec in zip(self.shard_of, self.specs, strict=True)
         ]
-        # To look at gradients is not to wait for them.
+        # Looking at gradients in host memory must not wait for them.
         offloaded = any(flat.host is not None for flat in self.flats)
         self._flat_of: Any = flat_of if offloaded else _flat
         self._shard_of: Any = shard_of if offloaded else _local
@@ -86,32 +98,31 @@ class Runs:
         self.stepped_flats: list[FlatBuffer] = []
         self.counters = Counters()
         self.fits_fused = False
-        """Whether a fused kernel on the CPU takes all pieces with the state that they have."""
         self._runs: list[Run] = []
-        # As the last step has left it. `regular`: all gradients came from reductions.
+        # What the last step has left. `_regular`: all gradients came from reductions. `_split`: the largest size of a piece.
         self._regular, self._split = False, -1
         self._present: list[ShardTensor] = []
         self._present_specs: list[Any] = []
-        self._firsts: list[int] = []  # of each present parameter: the position of the first one in its shard
+        self._firsts: list[int] = []  # for each present parameter: the position of the first present one of its shard
         self._absent: list[ShardTensor] = []
         self._first_of: dict[int, int] = {}  # the same by shard
-        # What pieces' gradients are made of: parts of present parameters, by position; or of reduced slices: which of the
-        # piece's parts, by the position of a present parameter from which shard, where it begins, and its length.
+        # The parts of pieces' gradients. Either they are those of present parameters, by position. Or they are cut from reduced
+        # gradients: the number of the part, the position of a present parameter of that shard, the start and the length.
         self._gathered: list[tuple[Piece, list[int]]] = []
         self._narrowed: list[tuple[Piece, int, int, int, int]] = []
         self._entries: list[dict[str, Any] | None] = []
         self._values: list[Any] = []
-        self._elements: list[Any] = []  # those of the values that have elements, and their memory
+        self._elements: list[Any] = []  # the values that are sharded tensors, and their memory
         self._memory: list[torch.Tensor] = []
-        self._seen: list[Any] = []  # attributes
+        self._seen: list[Any] = []  # attributes of parameters
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, split: int) -> bool:
-        """Return True if nothing but the gradients is new; these are what :meth:`load` takes then. `split`: elements of a
-        piece, 0 for any number."""
+        """Return True if nothing but the gradients is new, and give these to the pieces. `split`: the largest size of a piece, 0
+        for any size."""
         if not self._regular or split != self._split:
             return False
-        # In C as far as possible: this is done for each parameter in each step.
+        # In C as far as possible, because this is done for each parameter in each step.
         try:
             grads = list(map(own_grad, self._present))
             results = list(map(self._flat_of, grads))
@@ -136,7 +147,7 @@ class Runs:
             seen = self._all_attributes()
             if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
                 return False
-        # Two optimizers may share state, by load_state_dict(), and the other one have laid it out anew.
+        # Two optimizers may share state, by load_state_dict(), and the other one may have laid it out anew.
         if not all(map(operator.is_, map(_local, self._elements), self._memory)):
             return False
         self._point(grads)
@@ -151,7 +162,7 @@ class Runs:
 
     def arrange(self, state: Any, split: int) -> None:
         """Take everything as it is now, and divide it into runs anew."""
-        # First let go of what there was: state that was replaced since.
+        # First the old references are dropped, because they keep state that was replaced since.
         self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
         self._entries, self._values, self._elements, self._memory, self._seen = [], [], [], [], []
         self._gathered, self._narrowed, self._regular = [], [], False
@@ -163,10 +174,10 @@ class Runs:
         }
         segments, empty = self._segments(pattern, kinds)
         self._runs = runs_of(segments, kinds)
-        for i in empty:  # their counters go with those of others, so that all ranks agree
+        for i in empty:  # a run steps their counters, too, so that all ranks agree
             run = next((run for run in self._runs if run.kind == kinds[i]), None)
             if run is None:
-                segment = Segment(self.shard_of[i], 0, 0, None if pattern[i] == _HERE else self._shard(i)[0:0])
+                segment = Segment(self.shard_of[i], 0, 0, None if pattern[i] == _REDUCED else self._shard(i)[0:0])
                 run = Run([segment], kinds[i])
                 self._runs.append(run)
             run.members.append(i)
@@ -177,7 +188,7 @@ class Runs:
         self.stepped = [self.params[i] for i in members]
         self.stepped_flats = [self.flats[n] for n in dict.fromkeys(self.shard_of[i] for i in members)]
         self._regular, self._split = _OTHER not in pattern, split
-        present = [i for i, kind in enumerate(pattern) if kind == _HERE]
+        present = [i for i, kind in enumerate(pattern) if kind == _REDUCED]
         self._present = [self.params[i] for i in present]
         self._present_specs = [self.specs[i] for i in present]
         self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
@@ -189,13 +200,13 @@ class Runs:
 
     def _kind(self, i: int) -> tuple[torch.dtype, bool, torch.device]:
         flat = self.flats[self.shard_of[i]]
-        return flat.dtype, flat.rounding is not None, flat.memory.device  # of two models one may be in host memory
+        return flat.dtype, flat.rounding is not None, flat.memory.device  # one of two models may be in host memory
 
     def _stands_out(self, p: ShardTensor) -> bool:
         return self._attributes and len(p.__dict__) > OWN_COUNT
 
     def _all_attributes(self) -> list[Any]:
-        """Return names and values of the users' attributes; what the user changes within a value is seen through it."""
+        """Return names and values of the users' attributes. A value that the user edits in place stays the same object."""
         found: list[Any] = []
         for p in self.params:
             own = p.__dict__
@@ -207,7 +218,7 @@ class Runs:
         return self.flats[self.shard_of[i]].memory
 
     def _gradients(self) -> list[int]:
-        """Return of what kind each parameter's gradient is."""
+        """Return the kind of each parameter's gradient."""
         pattern: list[int] = []
         results: dict[int, torch.Tensor] = {}
         for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
@@ -217,14 +228,14 @@ class Runs:
                 continue
             found = flat_of(grad) if isinstance(grad, ShardTensor) else None
             if found is not None and _spec(grad) is spec and results.setdefault(shard, found) is found:
-                pattern.append(_HERE)
+                pattern.append(_REDUCED)
             else:
                 pattern.append(_OTHER)
         return pattern
 
     # -- runs -----------------------------------------------------------------------------------------------------
     def elements(self) -> list[Any]:
-        """Return the sharded tensors of the state of what is stepped."""
+        """Return the sharded tensors in the state of the parameters."""
         return self._elements
 
     def has_counters_only(self) -> bool:
@@ -236,7 +247,7 @@ class Runs:
         )
 
     def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
-        """Return the segments, and the parameters that this rank holds nothing of."""
+        """Return the segments, and the numbers of the parameters without elements on this rank."""
         segments: list[Segment] = []
         empty: list[int] = []
         last = -1  # the slot that the open segment ends with
@@ -246,7 +257,7 @@ class Runs:
                 empty.append(i)
                 continue
             segment, slot, other = segments[-1] if segments else None, self.specs[i].index, pattern[i] == _OTHER
-            # Between neighbours in the layout lies nothing but padding.
+            # Between neighbours in the layout there is only padding.
             if (
                 segment is None
                 or other
@@ -289,7 +300,7 @@ class Runs:
             run.pieces.append(piece)
 
     def _piece(self, run: Run, values: list[torch.Tensor], start: int) -> Piece:
-        """Make a piece. `values`: of all segments, or of a part of the only one that begins at `start` in it."""
+        """Return a piece over `values`: of all segments, or of the only segment from `start`."""
         sources = []
         for segment in run.segments:
             flat = self.flats[segment.shard]
@@ -300,13 +311,13 @@ class Runs:
         return RoundedPiece(values, sources)
 
     def _find_gradients(self, numbers: dict[int, int]) -> None:
-        """Note where the pieces' gradients come from. `numbers`: those of the parameters among the present."""
+        """Note where the pieces' gradients come from. `numbers`: the positions of the parameters among the present ones."""
         self._gathered, self._narrowed = [], []
         for run in self._runs:
             if run.segments[0].grad is not None:
                 continue
             lengths = [sum(map(self._length, segment.members)) for segment in run.segments]
-            # Parts of the gradients are there already, so that there is nothing to cut; unless padding lies between them.
+            # Where no padding lies between the parameters, the parts of the gradients need not be cut.
             if lengths == [s.stop - s.start for s in run.segments] and (
                 len(run.segments) > 1 or (len(run.pieces) == 1 and len(run.segments[0].members) == 1)
             ):
@@ -325,7 +336,7 @@ class Runs:
 
     # -- state ----------------------------------------------------------------------------------------------------
     def _bases(self, run: Run, state: Any) -> dict[str, torch.Tensor]:
-        """Return the run's state as one tensor for each key; copied together where it is not."""
+        """Return the run's state as one tensor for each key, which is made where there is none."""
         bases: dict[str, torch.Tensor] = {}
         for key, value in state[self.params[run.members[0]]].items():
             if not isinstance(value, ShardTensor):
@@ -342,11 +353,11 @@ class Runs:
         return bases
 
     def _common(self, run: Run, values: list[Any]) -> torch.Tensor | None:
-        """Return the memory of which the values are the parts that belong to the run, or None."""
+        """Return the memory of the run of which the values are the parts, or None."""
         base = values[0]._shard_state.flat
         if base is None:
             return None
-        begin = None  # of the run in the base
+        begin = None  # the position of the run in the base
         for i, v in zip(run.members, values, strict=True):
             if v._shard_state.flat is not base:
                 return None
@@ -359,8 +370,8 @@ class Runs:
         begin = begin or 0
         if begin < 0 or begin + run.length > base.numel():
             return None
-        whole: torch.Tensor = base[begin : begin + run.length]
-        return whole
+        memory: torch.Tensor = base[begin : begin + run.length]
+        return memory
 
     def _part(self, run: Run, base: torch.Tensor, i: int) -> torch.Tensor:
         start, stop = self.ranges[i]
@@ -380,8 +391,8 @@ class Runs:
 
     # -- after a step ---------------------------------------------------------------------------------------------
     def publish(self, state: Any) -> None:
-        """Put state that the optimizer has made, replaced or removed where the user finds it."""
-        # In the order in which torch makes it, and the same on all ranks: users go through it with collective operations.
+        """Bring the user's state up to date with what the optimizer has made, replaced or removed."""
+        # In the order in which torch makes it, the same on all ranks, because users go through it with collective operations.
         made = {i for run in self._runs if run.pieces[0].state for i in run.members}
         for i in self._listed:
             if i in made:
@@ -391,7 +402,7 @@ class Runs:
         self._keep(state)
 
     def store_gradients(self) -> None:
-        """Make what the step has done to gradients the user's; for pieces that are whole runs."""
+        """Bring the user's gradients up to date with what the step has done to them, where each run is one piece."""
         for run in self._runs:
             (piece,) = run.pieces
             if not piece.take_gradient():
@@ -401,7 +412,7 @@ class Runs:
             if grad is not None and isinstance(piece, RoundedPiece):
                 grad = grad.to(self.flats[run.segments[0].shard].dtypes.grad)
             for i in run.members:
-                # A new one: whoever holds the old one keeps it as it was.
+                # A new tensor, because whoever holds the old one keeps it as it was.
                 part = None if grad is None else self._part(run, grad.detach(), i)
                 set_own_grad(self.params[i], None if part is None else ShardTensor._wrap(part, self.specs[i]))
 
@@ -410,7 +421,7 @@ class Runs:
         if not first and not any(state.get(self.params[i]) for i in run.members):
             return
         if any(piece.state.keys() != first.keys() for piece in run.pieces):
-            return  # an exception while the state was made
+            return  # after an exception while the state was made
         entries = [state.setdefault(self.params[i], {}) for i in run.members]
         for own in entries:
             for key in [k for k in own if k not in first]:
@@ -439,7 +450,7 @@ class Runs:
             spec = self.specs[run.members[0]]
             raise ShardError(
                 f"rank {spec.world_rank}: state {key!r} of {spec.name} is not shaped like the parameter, which the state of an "
-                "optimizer that steps element by element must be; register it with kind='matrix', if it needs whole parameters."
+                "optimizer that steps element by element must be; register it with kind='matrix', if it needs full parameters."
             )
         base = parts[0].detach() if len(parts) == 1 else torch.cat(parts)
         if len(parts) > 1:

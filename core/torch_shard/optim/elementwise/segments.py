@@ -1,9 +1,9 @@
-"""How the parameters of a group are divided for a step: segments of one shard, and the runs that they are stepped in; and by
-their optimizer state, which of them may be stepped together."""
+"""The division of a group's parameters for a step: into segments of one shard, and into runs, by their optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,36 +16,54 @@ from .piece import Piece
 __all__ = ["Run", "Segment", "fit_fused", "runs_of", "signature"]
 
 SMALL = 1 << 14
-"""Segments of fewer elements are worked on together..."""
+"""Segments of fewer elements are stepped together..."""
 TOGETHER = 1 << 20
 """...up to this many elements in all, so that copies of values and gradients stay small."""
 
 
+@dataclass
 class Segment:
-    def __init__(self, shard: int, start: int, stop: int, grad: torch.Tensor | None) -> None:
-        self.shard, self.start, self.stop = shard, start, stop
-        self.grad = grad  # None: where the shard's reduced slice has it
-        self.offset = 0  # in the run
-        self.members: list[int] = []
+    """Neighbours in one shard.
+
+    Attributes:
+        shard: the number of the flat buffer.
+        start, stop: the first element in the shard, and the one after the last.
+        grad: the gradient; None if it is a part of the shard's reduced gradient.
+        members: the numbers of the parameters.
+    """
+
+    shard: int
+    start: int
+    stop: int
+    grad: torch.Tensor | None
+    members: list[int] = field(default_factory=list)
 
 
 class Run:
-    """Parameters that take the same step. `members` are their numbers; some may have no elements on this rank."""
+    """Parameters that take the same step.
+
+    Attributes:
+        segments: see :class:`Segment`.
+        kind: equal for parameters that may be stepped together.
+        members: the numbers of the parameters; some may have no elements on this rank.
+        length: the number of elements.
+        places: for each member the position of its segment in the run, less its position in the shard.
+        pieces: the optimizer's parameters for this run.
+    """
 
     def __init__(self, segments: list[Segment], kind: Any) -> None:
         self.segments, self.kind = segments, kind
         self.members = [i for segment in segments for i in segment.members]
         self.length = 0
-        self.places: dict[int, int] = {}  # of a member: where its segment begins in the run, less where in the shard
+        self.places: dict[int, int] = {}
         for segment in segments:
-            segment.offset = self.length
             self.places.update((i, self.length - segment.start) for i in segment.members)
             self.length += segment.stop - segment.start
         self.pieces: list[Piece] = []
 
 
 def runs_of(segments: list[Segment], kinds: dict[int, Any]) -> list[Run]:
-    """Make runs: each large segment is one, the small ones of a kind are one together."""
+    """Return one run for each large segment, and one for all small segments of a kind."""
     runs: list[Run] = []
     small: dict[Any, list[Segment]] = {}
     count = 0
@@ -60,9 +78,11 @@ def runs_of(segments: list[Segment], kinds: dict[int, Any]) -> list[Run]:
 
 
 def fit_fused(pieces: Sequence[Piece]) -> bool:
-    """Return True if a fused kernel takes the pieces' state: torch's for-loop takes a mixture of state that is there and state
-    that is not (SGD's momentum), counters that are Python numbers, and other dtypes than the parameter's; the fused kernels
-    raise."""
+    """Return True if a fused kernel takes the pieces' state.
+
+    torch's for-loop also takes a mixture of state that is there and state that is not (SGD's momentum), counters that are
+    Python numbers, and other dtypes than the parameter's. The fused kernels raise.
+    """
     kinds: set[frozenset[str]] = set()
     for piece in pieces:
         kinds.add(frozenset(key for key, value in piece.state.items() if value is not None))
@@ -77,31 +97,29 @@ def fit_fused(pieces: Sequence[Piece]) -> bool:
 
 
 def signature(param: ShardTensor, entries: Any) -> Any:
-    """Return what parameters of one run must agree in; raises where a flat step can't take the state."""
+    """Return what the state of all parameters of a run must agree in.
+
+    Raises:
+        NeedsGatherError: a flat step can't use the state.
+    """
     if not entries:
         return None
     found: list[tuple[Any, ...]] = []
     for key, value in entries.items():
-        if isinstance(value, ShardTensor):
-            if not same_cut(value._spec, param._spec):
-                raise _unusable(param, key, "is a sharded tensor that is cut differently")
+        if isinstance(value, ShardTensor) and same_cut(value._spec, param._spec):
             found.append((key, "elements", value.dtype))
-        elif isinstance(value, torch.Tensor):
-            if value.dim():
-                raise _unusable(
-                    param, key, f"has shape {tuple(value.shape)} where the parameter has {tuple(param.shape)}"
-                )
+        elif isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and not value.dim():
             found.append((key, value.dtype, value.device, value.item()))
         elif value is None or isinstance(value, (bool, int, float, complex, str)):
             found.append((key, type(value), value))
         else:
-            raise _unusable(param, key, f"is a {type(value).__name__}")
+            what = (
+                f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "in the state of a parameter"
+            )
+            raise NeedsGatherError(
+                f"rank {param._spec.world_rank}: optimizer state {key!r} of {param._spec.name} is a {type(value).__name__} "
+                f"{what}, which is not sharded like the parameter, so that a step on shards can't use it; nothing was changed. "
+                "Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside `with "
+                "engine.gathered(parameter, write=True)`."
+            )
     return tuple(found)
-
-
-def _unusable(param: ShardTensor, key: str, what: str) -> NeedsGatherError:
-    return NeedsGatherError(
-        f"rank {param._spec.world_rank}: optimizer state {key!r} of {param._spec.name} {what}, which a step on slices can't use; "
-        "nothing was changed. Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside "
-        "`with engine.gathered(parameter, write=True)`."
-    )
