@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from tests.support.ranks import ranks, run
 from torch_shard.checkpoint.sharded.entry_tree import model_at
 from torch_shard.cli.main import main as command_line
 from torch_shard.errors import CheckpointError
-from torch_shard.log import logger
 
 
 class FSDPOnCpu(FSDPStrategy):  # type: ignore[misc]
@@ -284,8 +284,7 @@ def test_a_file_in_the_old_format_is_read_with_a_word_about_it(world_size, tmp_p
     if torch.distributed.get_rank() == 0:
         torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
     torch.distributed.barrier()
-    logger.setLevel("INFO")
-    with captured_log() as messages:
+    with captured_log(logging.INFO) as messages:
         again = net_class("lightning")()
         trainer("lightning", world_size).validate(again, loader(world_size), ckpt_path=path, verbose=False)
     assert any("can't be mapped" in text for text in messages)
