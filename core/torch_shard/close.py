@@ -75,7 +75,7 @@ def close_units(
     if runtime.collectives.size > 1:
         for optimizer in left_out:
             if hasattr(optimizer, "register_step_pre_hook"):
-                _NotGivenBack(optimizer, runtime.collectives.world_rank, set(names))
+                _refuse_owners_state(optimizer, runtime.collectives.world_rank, set(names))
     runtime.units.clear()
     runtime.schedule.gathered.clear()
     runtime.in_backward = runtime.reductions.on_published = None
@@ -114,38 +114,31 @@ def _distribute(param: Any, entries: dict[str, Any]) -> None:
             entries[key] = matrix_state.mapped(value, lambda whole: replicated_like(param, whole))
 
 
-class _NotGivenBack:
-    """A hook on an optimizer of full matrices that ``engine.close`` was not told of, which makes its next step an error.
+def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:
+    """Make the next step of an optimizer of full matrices that ``engine.close`` was not told of an error.
 
     The state of such an optimizer has stayed with the parameters' owners. Each rank would step plain parameters with a part
     of the state, and replicas would silently differ.
+
+    Args:
+        optimizer: which is hooked until state is loaded into it.
+        rank: this rank, for the message.
+        params: ids of the closed engine's parameters. Weak references would keep them from being sharded again.
     """
 
-    def __init__(self, optimizer: Any, rank: int, params: set[int]) -> None:
-        """Hook `optimizer`; `params` are the ids of the closed engine's parameters.
-
-        Weak references to the parameters would keep them from being sharded again.
-        """
-        self._rank, self._params = rank, params
-        self._handles = [
-            optimizer.register_step_pre_hook(self.check),
-            optimizer.register_load_state_dict_post_hook(self.remove),
-        ]
-
-    def check(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._params]
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in params]
         if not held or any(isinstance(p, ShardTensor) for p in held):
             return  # another engine has sharded the parameters, and finds the state with their owners
         name = type(optimizer).__name__
         raise UnitStateError(
-            f"rank {self._rank}: {name}.step() on a model whose engine was closed without naming it, so each rank has the state "
+            f"rank {rank}: {name}.step() on a model whose engine was closed without naming it, so each rank has the state "
             f"of some parameters only. Close with engine.close(optimizer), or load the optimizer's state, or make a new {name}. "
             "Nothing was changed."
         )
 
-    def remove(self, _: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+    hook = optimizer.register_step_pre_hook(refuse)
+    optimizer.register_load_state_dict_post_hook(lambda _: hook.remove())
 
 
 def _check(unit: Unit) -> None:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from .errors import SetupError, StateDictError
+from .errors import SetupError
 from .setup.lazy_param import Deferred, defer
 
-__all__ = [
-    "from_files",
-]
-
-
-# -- plain modules --------------------------------------------------------------------------------------------------
+__all__ = ["from_files"]
 
 
 def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -43,6 +37,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
         UnavailableError: the files are safetensors, and the library is not installed.
     """
     from .checkpoint.full.load import named_values
+    from .checkpoint.misfits import refuse_misfits
 
     params = dict(model.named_parameters(remove_duplicate=False))
     real = next((name for name, p in params.items() if p.device.type != "meta"), None)
@@ -50,7 +45,9 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
         raise SetupError(f"from_files: {real} is not on the meta device. Build the model under torch.device('meta').")
     live = model.state_dict(keep_vars=True)
     file, values = named_values(path, live)
-    _refuse_misfits(file.path, live, values)
+    missing, unexpected = live.keys() - values.keys(), values.keys() - live.keys()
+    problems = [text for name in live.keys() & values.keys() for text in _problem(name, values[name], live[name])]
+    refuse_misfits(file.path, sorted(missing), sorted(unexpected), sorted(problems))
     marks = {place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.marks().items()}
     buffers = {id(b) for b in model.buffers()}
     for name, tensor in live.items():
@@ -61,23 +58,14 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
             defer(tensor, Deferred(lambda found=found: found, f"{name} of {marks[file.file_of(name)]}"))  # type: ignore[misc]
 
 
-def _refuse_misfits(path: Path, live: Mapping[str, torch.Tensor], values: Mapping[str, object]) -> None:
-    missing = [name for name in live if name not in values]
-    unexpected = [name for name in values if name not in live]
-    lines = [f"missing: {', '.join(missing)}"] if missing else []
-    lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-    for name, tensor in live.items():
-        found = values.get(name)
-        if found is None:
-            continue
-        if not isinstance(found, torch.Tensor) or not isinstance(tensor, torch.Tensor):
-            lines.append(f"{name} is no tensor")
-        elif found.shape != tensor.shape:
-            lines.append(f"{name} has shape {tuple(found.shape)} in the file and {tuple(tensor.shape)} here")
-        elif found.dtype != tensor.dtype and not (found.is_floating_point() and tensor.is_floating_point()):
-            lines.append(f"{name} is {found.dtype} in the file and {tensor.dtype} here")
-    if lines:
-        raise StateDictError(f"{path} does not fit the model, and nothing was changed.\n  " + "\n  ".join(lines))
+def _problem(name: str, found: object, live: object) -> Iterator[str]:
+    """Yield what of a file's entry does not fit the model's."""
+    if not isinstance(found, torch.Tensor) or not isinstance(live, torch.Tensor):
+        yield f"{name} is no tensor"
+    elif found.shape != live.shape:
+        yield f"{name} has shape {tuple(found.shape)} in the file and {tuple(live.shape)} here"
+    elif found.dtype != live.dtype and not (found.is_floating_point() and live.is_floating_point()):
+        yield f"{name} is {found.dtype} in the file and {live.dtype} here"
 
 
 def _set_buffer(model: nn.Module, name: str, values: torch.Tensor) -> None:

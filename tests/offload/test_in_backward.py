@@ -138,5 +138,4 @@ def test_what_was_read_ahead_and_is_not_stepped_on_is_given_back(rank, tmp_path)
     loss_of(training.model, inputs(rank, 4)).backward()
     training.state()
     disk = training.engine._runtime.host.disk
-    disk.flush()
-    assert sum(region.wanted for region in disk._regions.values()) <= 2  # one unit's, two moments
+    assert sum(mapping.wanted for mapping in disk._mappings.values()) <= 2  # one unit's, two moments

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import ConfigError, NonFiniteError
+from ..errors import ConfigError
 from ..grad_clip.checks import refuse_unfinished
 from ..unshard.full_values import reduced_grad_of
 
@@ -37,7 +37,7 @@ def clip_norm(
         The norm before, 0-d, equal on all ranks.
 
     Raises:
-        NonFiniteError: on all ranks, before anything has changed.
+        RuntimeError: the norm is not finite, on all ranks, before anything has changed; over one model a NonFiniteError.
         ShardError: gradients are not reduced yet (``no_sync``).
         ConfigError: parameters of several models, with some that ``ignore`` leaves out of sharding.
     """
@@ -52,15 +52,7 @@ def clip_norm(
             "model on its own."
         )
     _refuse_unreduced(found, parameters)
-    try:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    except RuntimeError as error:
-        if error_if_nonfinite and found and "non-finite" in str(error):
-            raise NonFiniteError(
-                f"the gradients' norm of order {norm_type}, over {len(found)} models, is not finite, so they can't be clipped; "
-                "no gradient was changed. Skip the step, or pass error_if_nonfinite=False to scale by it anyway."
-            ) from None
-        raise
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def limit_values(engines: Iterable[Engine], parameters: Sequence[torch.Tensor], value: float) -> None:
@@ -74,7 +66,7 @@ def limit_values(engines: Iterable[Engine], parameters: Sequence[torch.Tensor], 
 
 
 def engines_over(engines: Iterable[Engine], parameters: Iterable[torch.Tensor]) -> list[Engine]:
-    """Those of the engines that shard at least one of `parameters`, each once. Not collective."""
+    """Return the engines that shard at least one of `parameters`, each once. Not collective."""
     held = set(map(id, parameters))
     once = {id(engine): engine for engine in engines}
     return [

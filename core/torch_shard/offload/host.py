@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections import deque
@@ -17,8 +18,8 @@ from ..config.offload import IN_FLIGHT, Offload
 from ..errors import HostStepError
 from . import pinned
 from .disk import DiskStore
-from .gradient_memory import Staging
 from .host_thread import HostThread
+from .staging import Staging
 
 if TYPE_CHECKING:
     from ..layout.flat_layout import FlatLayout
@@ -186,9 +187,7 @@ class Host:
 
     def forget_arrived(self) -> None:
         """Let go of device memory whose copy has ended. On the host thread, too."""
-        with self._leaving_lock:
-            while self._leaving and self._leaving[0].event.query():
-                self._leaving.popleft()
+        self.make_room(sys.maxsize)
 
 
 @dataclass(eq=False)

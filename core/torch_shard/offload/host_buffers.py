@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -26,12 +26,11 @@ class HostBuffer:
         event: CUDA: behind the last copy from or to the memory. Who copies to it has its stream wait for this event first.
     """
 
-    __slots__ = ("event", "memory", "used")
+    __slots__ = ("event", "memory")
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.event: Any = None
-        self.used = 0  # when it was last taken
 
 
 class HostBuffers:
@@ -41,15 +40,15 @@ class HostBuffers:
     the device, so it is kept for the next step.
 
     Attributes:
-        held: bytes of all buffers, at most twice what has been in use at once: where sizes change from step to step, those that
-            nobody has used for the longest time are given back before others are made.
+        held: bytes of all buffers, at most twice what has been in use at once: where sizes change from step to step, unused
+            buffers are given back before others are made.
         in_use: bytes of those that are out, as of the last :meth:`take` or :meth:`collect`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.held = self.in_use = self._peak = self._clock = 0
-        self._free: dict[int, list[HostBuffer]] = {}
+        self.held = self.in_use = self._peak = 0
+        self._free: defaultdict[int, list[HostBuffer]] = defaultdict(list)
         # Buffers come back from finalizers, which may run anywhere, in the middle of `take` too: they only append here.
         self._returned: deque[HostBuffer] = deque()
 
@@ -61,10 +60,8 @@ class HostBuffers:
         """
         self.collect()
         size = _size_class(nbytes)
-        free = self._free.setdefault(size, [])
+        free = self._free[size]
         buffer = free.pop() if free else self._made(size)
-        self._clock += 1
-        buffer.used = self._clock
         self.in_use += size
         self._peak = max(self._peak, self.in_use)
         return buffer
@@ -83,7 +80,10 @@ class HostBuffers:
             self._free[size].append(buffer)
 
     def _made(self, size: int) -> HostBuffer:
-        self._give_back(size, max(self._peak, self.in_use + size))
+        if self.held + size > 2 * max(self._peak, self.in_use + size):  # sizes have changed
+            # Copies may be under way: `allocate` has the memory's end wait for the device.
+            self._free.clear()
+            self.held = self.in_use
         room = available()
         if room is not None and room < size:  # the system would give it, and end a process when it is written to
             raise HostMemoryError(self._message(size, f"{formatted(room)} are available"))
@@ -101,17 +101,6 @@ class HostBuffers:
             f"{formatted(self.held)} that are held for it: {why}. Offload fewer layers, take smaller batches, or run fewer "
             "ranks on this host."
         )
-
-    def _give_back(self, wanted: int, peak: int) -> None:
-        """Free buffers that nobody uses, while there would be too much with `wanted` bytes more."""
-        unused = sorted((b for free in self._free.values() for b in free), key=lambda b: b.used)
-        for buffer in unused:
-            if self.held + wanted <= 2 * peak:
-                return
-            size = buffer.memory.numel()
-            self._free[size].remove(buffer)
-            self.held -= size
-            # Copies under way: `allocate` has the memory's end wait for the device.
 
 
 def _size_class(nbytes: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .gradient_memory import GradientMemory
 from .host import Host
 from .host_thread import Task
 from .pending_writes import Copying, PendingWrites, Work
@@ -21,6 +20,7 @@ __all__ = ["PIECE", "HostGradients"]
 
 PIECE = 1 << 16
 """Elements of which norms are taken at once in host memory: torch adds in fp32 one after the other there."""
+_SPARE = 2  # buffers that are kept between backwards
 _CHUNK = 1 << 20  # elements that are added, and whose norms are taken while they are in cache
 
 _Norms: TypeAlias = dict[float, list[torch.Tensor]]  # by order: those of the pieces
@@ -36,7 +36,8 @@ class HostGradients:
     def __init__(self, host: Host, numel: int, unit: int) -> None:
         """`numel`: elements of the shard. `unit`: number of the unit."""
         self.host, self.moving = host, PendingWrites(host)
-        self._memory, self._unit = GradientMemory(host, numel), unit
+        self._numel, self._unit = numel, unit
+        self._buffers: list[tuple[torch.Tensor, int]] = []  # each with the uses that its storage has here
         self._known = False  # the norms of what the latest work writes were taken on the device
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -45,7 +46,18 @@ class HostGradients:
         Raises:
             HostMemoryError: there is none.
         """
-        self._memory.prepare(dtype)
+        if not self._buffers:
+            self._take(dtype)
+
+    def _take(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory to which nobody refers any more: whoever keeps a gradient keeps it as it was."""
+        for buffer, alone in self._buffers:
+            if buffer.dtype == dtype and _uses(buffer) == alone:
+                return buffer.detach()
+        buffer = self.host.empty(self._numel, dtype)
+        if len(self._buffers) < _SPARE:
+            self._buffers.append((buffer, _uses(buffer)))
+        return buffer.detach()
 
     def receive(
         self, result: torch.Tensor, dtype: torch.dtype, factor: float = 1.0, streams: Sequence[Any] = ()
@@ -61,7 +73,7 @@ class HostGradients:
             streams: CUDA: streams that the memory of `result` may belong to, beside the current one.
         """
         self.moving.tidy()  # what a step has read may be used again
-        into = self._memory.take(dtype)
+        into = self._take(dtype)
         into._home = self.moving  # type: ignore[attr-defined]
         known = self._norms_there(result, dtype, factor) if self.host.on_cuda else None
         if known is not None and result.dtype == dtype:
@@ -105,7 +117,7 @@ class HostGradients:
         if result.dtype != dtype:
             staged, arrived = self.host.staging.take(result)
         elif self.host.on_cuda:
-            arrived = self._memory.take(dtype)
+            arrived = self._take(dtype)
         if arrived is not result:  # else it is there, and is the thread's now
             event = self._leave(result, arrived, streams)
 
@@ -211,6 +223,12 @@ class HostGradients:
 
         # Right before the step on these, or when somebody reads them: else the first unit's step would wait for all of it.
         self._begin(self.host.thread.later(work), grads)
+
+
+def _uses(buffer: torch.Tensor) -> int:
+    """Return how many tensors, of Python or of C++, refer to the memory."""
+    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return found
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

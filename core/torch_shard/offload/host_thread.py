@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -118,14 +117,9 @@ class HostThread:
     def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
         """`device`: whose events the tasks wait for. `failed`: the error to raise for one that a task has raised."""
         self._device, self.failed = device, failed
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
-        self._end: Any = None
-
-    @property
-    def ident(self) -> int | None:
-        return None if self._thread is None else self._thread.ident
+        self.ident = -1
 
     def do(self, what: Callable[[], None], group: TaskGroup | None = None) -> Task:
         """Have `what` done, behind all that was given before."""
@@ -138,50 +132,30 @@ class HostThread:
         return Later(what, TaskGroup(), self)
 
     def put(self, task: Task) -> None:
-        self._start()
-        self._queue.put(task)
+        """Have a task run, behind all that were given before."""
+        if self._pool is None or self._pid != os.getpid():  # a forked child has no thread
+            self._pid = os.getpid()
+            self._pool = ThreadPoolExecutor(1, "torch-shard-host", _prepare, (self._device,))
+            self.ident = self._pool.submit(threading.get_ident).result()
+            _running.add(self)
+        self._pool.submit(task.run)
 
     def rest(self) -> None:
         """Wait until all that was given is done. What has failed is raised where it is missed."""
         if self._pid == os.getpid() and threading.get_ident() != self.ident:
             self.do(lambda: None).wait()
 
-    def _start(self) -> None:
-        if self._pid == os.getpid():
-            return
-        self._pid = os.getpid()  # a forked child has no thread
-        _running.add(self)
-        self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._queue, self._device), name="torch-shard-host", daemon=True
-        )
-        self._thread.start()
-        # Before the interpreter goes: a thread inside an operation of torch's must not outlive it.
-        self._end = weakref.finalize(self, _stop, self._queue, self._thread, self._pid)
-
     def close(self) -> None:
         """End the thread, behind all that was given. May be called again; a later task starts a new one."""
-        if self._end is not None:
-            self._end()
-        self._end, self._thread, self._pid = None, None, -1
+        if self._pool is not None and self._pid == os.getpid():
+            self._pool.shutdown()
+        self._pool, self._pid = None, -1
 
 
-def _serve(tasks: queue.SimpleQueue[Task | None], device: torch.device) -> None:
+def _prepare(device: torch.device) -> None:
+    """Set what torch keeps for each thread."""
+    torch.set_grad_enabled(False)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # What it copies to the device must not wait for all that the training thread has queued there.
+        # What the thread copies to the device must not wait for all that the training thread has queued there.
         torch.cuda.set_stream(torch.cuda.Stream(device))
-    with torch.no_grad():
-        while True:
-            task = tasks.get()
-            if task is None:
-                return
-            task.run()
-            del task  # while the next one is waited for, nothing is kept
-
-
-def _stop(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread, pid: int) -> None:
-    if pid == os.getpid() and thread.is_alive():
-        tasks.put(None)
-        if thread is not threading.current_thread():  # which has run the last task of a model that is gone
-            thread.join()

@@ -100,7 +100,7 @@ def check(needed: int, c: Collectives) -> None:
     logger.debug("host memory: %s needed, available %s", formatted(needed), [formatted(limit.room) for limit in known])
     text = json.dumps([needed, socket.gethostname(), known[:32]]).encode().ljust(_MESSAGE)
     own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    ranks = [_Rank(*json.loads(bytes(row.tolist()))) for row in c.all_ranks.all_gather(own, "the set-up of offload")]
+    ranks = [json.loads(bytes(row.tolist())) for row in c.all_ranks.all_gather(own, "the set-up of offload")]
     if short := list(_shortages(ranks)):
         raise HostMemoryError(f"{'; '.join(short)}. {_REMEDY}")
 
@@ -144,36 +144,27 @@ def _read(path: Path) -> str:
 # -- what the ranks need together -------------------------------------------------------------------------------------
 
 
-class _Rank(NamedTuple):
-    """What a rank tells the others."""
+def _shortages(ranks: Sequence[tuple[int, str, Sequence[tuple[str, int, bool]]]]) -> Iterator[str]:
+    """Yield a clause for each limit that is too low for the ranks under it; the same on all ranks.
 
-    needed: int
-    host: str
-    limits: list[tuple[str, int, bool]]
-
-
-def _shortages(ranks: Sequence[_Rank]) -> Iterator[str]:
-    """Yield a clause for each host whose ranks don't fit: its tightest limit. The same on all ranks."""
+    Args:
+        ranks: of each rank the bytes that it needs, its host, and its limits.
+    """
     under: dict[str, list[tuple[int, Limit]]] = {}
-    for number, rank in enumerate(ranks):
-        for limit in rank.limits:
+    for number, (_, _, known) in enumerate(ranks):
+        for limit in known:
             under.setdefault(limit[0], []).append((number, Limit(*limit)))
-    short: dict[tuple[str, ...], tuple[int, str]] = {}
     for seen in under.values():
         # Each rank read the limit at its own moment: the smallest reading is the safe one.
         room = min(limit.room for _, limit in seen)
-        needed = sum(ranks[number].needed for number, _ in seen)
+        needed = sum(ranks[number][0] for number, _ in seen)
         missing = needed - max(0, room - RESERVE)
-        if needed <= 0 or missing <= 0:
-            continue
-        hosts = tuple(dict.fromkeys(ranks[number].host for number, _ in seen))
-        each = ", ".join(f"rank {number}: {formatted(ranks[number].needed)}" for number, _ in seen)
-        group = "under the memory limit of the ranks' control group (container or job)"
-        text = (
-            f"host {' and '.join(hosts)} is short of memory by {formatted(missing)}: offload needs {formatted(needed)} there "
-            f"({each}), and {formatted(room)} are available {'in the machine' if seen[0][1].is_machine else group}, of which "
-            f"{formatted(RESERVE)} stay free for other uses"
-        )
-        if hosts not in short or missing > short[hosts][0]:
-            short[hosts] = missing, text
-    yield from (text for _, text in short.values())
+        if needed > 0 and missing > 0:
+            hosts = " and ".join(dict.fromkeys(ranks[number][1] for number, _ in seen))
+            each = ", ".join(f"rank {number}: {formatted(ranks[number][0])}" for number, _ in seen)
+            group = "under the memory limit of the ranks' control group (container or job)"
+            yield (
+                f"host {hosts} is short of memory by {formatted(missing)}: offload needs {formatted(needed)} there ({each}), and "
+                f"{formatted(room)} are available {'in the machine' if seen[0][1].is_machine else group}, of which "
+                f"{formatted(RESERVE)} stay free for other uses"
+            )

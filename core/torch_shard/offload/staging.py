@@ -1,4 +1,4 @@
-"""Host memory in which gradients lie, and in which they arrive: used again step after step."""
+"""Host memory in which gradients arrive that are narrower than ``.grad``: used again step after step."""
 
 from __future__ import annotations
 
@@ -14,37 +14,7 @@ if TYPE_CHECKING:
     from .host import Host
     from .host_thread import Task
 
-__all__ = ["GradientMemory", "Staged", "Staging"]
-
-_SPARE = 2  # buffers that are kept between backwards
-
-
-class GradientMemory:
-    """Host buffers of one flat buffer's gradients. One is used again when nobody refers to its memory any more: whoever keeps a
-    gradient keeps it as it was."""
-
-    def __init__(self, host: Host, numel: int) -> None:
-        self._host, self._numel = host, numel
-        self._made: list[tuple[torch.Tensor, int]] = []  # each with the uses that its storage has here
-
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Have one, before there is a gradient."""
-        if not self._made:
-            self.take(dtype)
-
-    def take(self, dtype: torch.dtype) -> torch.Tensor:
-        for buffer, alone in self._made:
-            if buffer.dtype == dtype and _uses(buffer) == alone:
-                return buffer.detach()
-        buffer = self._host.empty(self._numel, dtype)
-        if len(self._made) < _SPARE:
-            self._made.append((buffer, _uses(buffer)))
-        return buffer.detach()
-
-
-def _uses(buffer: torch.Tensor) -> int:
-    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
-    return found
+__all__ = ["Staged", "Staging"]
 
 
 class Staged:
