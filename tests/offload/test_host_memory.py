@@ -112,7 +112,7 @@ def gather(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return torch.stack(out)
 
 
-COLLECTIVES = SimpleNamespace(backend="gloo", everyone=SimpleNamespace(all_gather=gather))
+COLLECTIVES = SimpleNamespace(backend="gloo", all_ranks=SimpleNamespace(all_gather=gather))
 
 
 def there_is(monkeypatch, *known: Limit) -> None:
