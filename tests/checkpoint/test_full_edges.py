@@ -118,11 +118,10 @@ def test_metadata_that_would_not_be_loaded_is_refused(tmp_path):
     assert torch.load(tmp_path / "c.pt", weights_only=True)._metadata[""]["own"] == "text"
 
 
-@pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_that_safetensors_can_not_hold_are_refused(name, tied, tmp_path):
+def test_a_name_that_safetensors_can_not_hold_is_refused(tied, tmp_path):
     pytest.importorskip("safetensors")
-    entry = (torch.Size((2,)), torch.float32)
+    name, entry = "__metadata__", (torch.Size((2,)), torch.float32)
     with pytest.raises(CheckpointError, match=r"can't be saved: safetensors files have.*format=\"torch\""):
         SafetensorsWriter(tmp_path, {"a": entry} if tied else {name: entry}, tied={name: "a"} if tied else {})
     assert not list(tmp_path.iterdir())

@@ -261,12 +261,15 @@ def test_a_model_without_entries_is_a_file_without_entries(tmp_path):
 
 def test_entries_come_in_their_turn_and_all_of_them(tmp_path):
     shape = torch.Size((2,))
-    writer = SafetensorsWriter(tmp_path, {"a": (shape, torch.float32), "b": (shape, torch.float32)})
+    entries = {"a": (shape, torch.float32), "b": (shape, torch.float32)}
+    writer = SafetensorsWriter(tmp_path, entries, max_shard_size=8)
     with pytest.raises(ConfigError, match="b comes out of turn"):
         writer.write("b", torch.ones(2))
-    with pytest.raises(ConfigError, match=r"a is \(3,\)"):
+    with pytest.raises(ConfigError, match=r"a .* another shape"):
         writer.write("a", torch.ones(3))
     writer.write("a", torch.ones(2))
+    with pytest.raises(ConfigError, match="a comes out of turn"):
+        writer.write("a", torch.ones(2))
     with pytest.raises(ConfigError, match="b was not written"):
         writer.finish()
 
@@ -284,7 +287,7 @@ def test_sizes_are_numbers_or_text(text, size):
     assert size_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", 0, True, None, 1.5, "5 parsecs", "9" * 400])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", 0, True, None, 1.5, "5 parsecs"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="max_shard_size"):
         size_of(text)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.
 
 _METADATA = "__metadata__"  # the format's own entry
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}  # powers of 1000 or 1024
 
 
 def library() -> Any:
@@ -60,16 +61,11 @@ def size_of(given: int | str, what: str = "max_shard_size") -> int:
     Raises:
         ConfigError: it is neither, or not positive.
     """
+    found = re.fullmatch(r"(\d+|\d*\.\d+|\d+\.)\s*(?:([KMGT])(I?)B|B)?", str(given).strip().upper())
     size = 0
-    if isinstance(given, int) and not isinstance(given, bool):
-        size = given
-    elif isinstance(given, str):
-        text = given.strip().upper()
-        unit = text.lstrip("0123456789.")
-        try:
-            size = int(float(text[: len(text) - len(unit)]) * _UNITS[unit.strip()])
-        except (ValueError, KeyError, OverflowError):  # the last one for numbers beyond what a float holds
-            size = 0
+    if found is not None and isinstance(given, (int, str)):
+        number, unit, binary = found.groups()
+        size = int(Decimal(number) * (1024 if binary else 1000) ** _UNITS.get(unit, 0))
     if size < 1:
         raise ConfigError(f"{what} must be a number of bytes or text such as '5GB' or '512MiB', not {given!r}.")
     return size
@@ -101,26 +97,15 @@ class SafetensorsWriter:
     ) -> None:
         self.folder, self.entries, self.tied = Path(folder), dict(entries), dict(tied)
         self._library = library()
-        self._refuse_names()
+        if _METADATA in (*self.entries, *self.tied):
+            raise CheckpointError(
+                f"{_METADATA} can't be saved: safetensors files have an entry of their own of this name. Rename it, or save a "
+                'torch file (format="torch").'
+            )
         self._refuse_dtypes()
         self.files = _divided(self.entries, max_shard_size, single)
-        self._pending = list(reversed(list(self.files)))
+        self._left = dict(self.files)
         self._held: dict[str, torch.Tensor] = {}
-
-    def _refuse_names(self) -> None:
-        for name in (*self.entries, *self.tied):
-            try:
-                name.encode()
-            except UnicodeEncodeError as error:
-                raise CheckpointError(
-                    f"{name!r} can't be saved: safetensors files have names in UTF-8, and this one has half a surrogate pair "
-                    'in it. Rename the entry, or save a torch file (format="torch").'
-                ) from error
-            if name == _METADATA:
-                raise CheckpointError(
-                    f"{name} can't be saved: safetensors files have an entry of their own of this name. Rename it, or save a "
-                    'torch file (format="torch").'
-                )
 
     def _refuse_dtypes(self) -> None:
         for dtype in {dtype for _, dtype in self.entries.values()}:
@@ -137,24 +122,19 @@ class SafetensorsWriter:
         """Copy a tensor, and write the file that it completes. In the order of the entries, each once.
 
         Raises:
-            ConfigError: it is not this one's turn, or has another shape or dtype.
+            ConfigError: it is not this tensor's turn, or it has another shape or dtype.
             OSError: the disk is full, for instance.
         """
-        names = self.files[self._pending[-1]] if self._pending else []
-        if len(self._held) >= len(names) or names[len(self._held)] != name:
-            raise ConfigError(f"{self.folder}: {name} comes out of turn.")
-        shape, dtype = self.entries[name]
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise ConfigError(
-                f"{self.folder}: {name} is {tuple(tensor.shape)}, {tensor.dtype}, not {tuple(shape)}, {dtype}."
-            )
+        file, names = next(iter(self._left.items()), ("", []))
+        if name not in names or name in self._held or (tensor.shape, tensor.dtype) != self.entries[name]:
+            raise ConfigError(f"{self.folder}: {name} comes out of turn, or has another shape or dtype than announced.")
         # Memory of its own: the library refuses views of one storage, and the caller's may be filled with something else.
         self._held[name] = copied(tensor)
         if len(self._held) == len(names):
-            self._flush()
+            self._write_file(file)
 
-    def _flush(self) -> None:
-        name = self._pending.pop()
+    def _write_file(self, name: str) -> None:
+        del self._left[name]
         tied = {other: kept for other, kept in self.tied.items() if kept in self._held}
         path = self.folder / name
         try:
@@ -172,11 +152,11 @@ class SafetensorsWriter:
             ConfigError: some entries were not written.
             OSError: the disk is full, for instance.
         """
-        if self._pending and not self.files[self._pending[-1]]:
-            self._flush()
-        if self._pending:
-            left = self.files[self._pending[-1]][len(self._held)]
-            raise ConfigError(f"{self.folder}: {left} was not written.")
+        if not self.entries:
+            self._write_file(next(iter(self._left)))
+        if self._left:
+            lacking = next(name for names in self._left.values() for name in names if name not in self._held)
+            raise ConfigError(f"{self.folder}: {lacking} was not written.")
         if len(self.files) == 1:
             return
         total = sum(shape.numel() * dtype.itemsize for shape, dtype in self.entries.values())
