@@ -58,6 +58,15 @@ class Source:
     model: nn.Module
     runtime: Runtime
 
+    def params(self) -> dict[str, Any]:
+        """Return the model's parameters by their names in optimizer state, those of its units first."""
+        found: dict[str, Any] = {}
+        for unit in self.runtime.units:
+            found.update(zip(unit.names, unit.params, strict=True))
+        for name, p in self.model.named_parameters():
+            found.setdefault(name, p)
+        return {self.prefix + name: p for name, p in found.items()}
+
 
 def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
     """Return the engine's model first, then the further ones by name."""
@@ -114,11 +123,8 @@ def param_names(sources: Sequence[Source], optimizer: Any) -> dict[int, str]:
     """
     known: dict[int, str] = {}
     for source in sources:
-        for unit in source.runtime.units:
-            for name, p in zip(unit.names, unit.params, strict=True):
-                known.setdefault(id(p), source.prefix + name)
-        for name, parameter in source.model.named_parameters():
-            known.setdefault(id(parameter), source.prefix + name)
+        for name, p in source.params().items():
+            known.setdefault(id(p), name)
     names: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from ...shard_tensor.tensor import ShardTensor
 from ...state.optimizer_state import OTHER
 from .checkpoint_dir import Checkpoint
 from .entries import MODEL, MODELS, OPTIMIZER
@@ -28,6 +29,7 @@ __all__ = [
     "leaves",
     "mapped",
     "model_at",
+    "new_tensor",
     "on_meta",
     "optimizer_at",
     "optimizer_of",
@@ -136,26 +138,26 @@ def place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield everything in nested dicts, lists and tuples that is none of these, with its path."""
+    """Yield the leaves of nested dicts, lists and tuples, with their paths."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves(value, (*path, key))
     elif isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         for i, value in enumerate(tree):
             yield from leaves(value, (*path, i))
-    else:
+    elif tree is not None:  # None is the place of a list that nothing was saved for
         yield path, tree
 
 
 def mapped(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
-    """Return nested dicts, lists and tuples with other leaves: what a function makes of them, or values by name."""
+    """Return nested dicts, lists and tuples with other leaves, which `values` makes of the leaves or holds by their names."""
     if isinstance(tree, dict):
         return {key: mapped(value, values) for key, value in tree.items()}
     if isinstance(tree, list):
         return [mapped(value, values) for value in tree]
     if type(tree) is tuple:
         return tuple(mapped(value, values) for value in tree)
-    if tree is None:  # a place of a list that nothing was saved for
+    if tree is None:
         return None
     return values[tree.name] if isinstance(values, Mapping) else values(tree)
 
@@ -163,6 +165,19 @@ def mapped(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
 def on_meta(saved: Stored) -> torch.Tensor:
     """Return a tensor of the saved shape and dtype without memory."""
     return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+
+
+def new_tensor(saved: Stored, like: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return memory on the CPU for an entry: for this rank's shard if `like` is a ShardTensor of its shape, else for all of it.
+
+    Args:
+        saved: the entry.
+        like: the live tensor that the entry is loaded to, or anything else.
+        dtype: of the memory; the entry's by default.
+    """
+    if isinstance(like, ShardTensor) and like.shape == saved.shape:
+        return ShardTensor(torch.empty(like._spec.length, dtype=dtype or saved.dtype), like._spec)
+    return torch.empty(saved.shape, dtype=dtype or saved.dtype)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

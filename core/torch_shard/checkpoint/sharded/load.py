@@ -24,8 +24,9 @@ from ..full.open_files import is_full
 from ..misfits import check_dtype, refuse_misfits, wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, sources_of
-from .entry_tree import Stored, StoredObject, leaves, mapped, model_at, on_meta, tree_of
+from .entry_tree import Stored, StoredObject, leaves, new_tensor, on_meta, tree_of
 from .load_optimizer import OptimizerLoad
+from .saved_model import SavedModel
 
 __all__ = ["load", "load_contents"]
 
@@ -100,8 +101,9 @@ def _load(
     except Exception:
         work.overwritten()  # on all ranks, whichever failed
         raise
-    for source, values in zip(work.sources, work.values(), strict=True):
-        model_state.load_state_dict(source.model, source.runtime, values, strict)
+    for model in work.models:
+        values = model.state_dict({**work.known, **work.tensors})
+        model_state.load_state_dict(model.source.model, model.source.runtime, values, strict)
     each(runtime, what, work.apply)
     return work.known.get(EXTRA)
 
@@ -118,31 +120,25 @@ class _Load:
         dtype: torch.dtype | None,
         strict: bool,
     ) -> None:
-        self.checkpoint, self.sources, self.dtype, self.strict = checkpoint, sources, dtype, strict
-        self.live = [model_state.own_state_dict(source.model, source.runtime) for source in sources]
+        self.checkpoint, self.dtype, self.strict = checkpoint, dtype, strict
         tree = tree_of(checkpoint)
-        ours = checkpoint.manifest is not None
-        # By name a tensor, an object, or nested dicts and lists of these.
-        self.saved = [
-            model_at(tree, source.path, live, ours=ours) for source, live in zip(sources, self.live, strict=True)
-        ]
+        self.models = [SavedModel(checkpoint, tree, source) for source in sources]
         self.extra = tree.get(EXTRA)
         self.optimizers = [
             part
             for where, held in optimizers.entries
             for part in OptimizerLoad.of(checkpoint, tree, named, where, held)
         ]
+        # Values by the entries' names: what is small, and the tensors that are loaded.
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.filled: dict[str, torch.Tensor] = {}  # of the models, by name in the checkpoint
         self.verified = False
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def compare(self) -> None:
         """Read what is small, and raise for everything that does not fit."""
         small = [leaf for part in self.optimizers for leaf in part.small()]
-        nested = [value for own in self.saved for value in own.values() if not isinstance(value, Stored)]
-        small += [leaf for _, leaf in leaves(nested)]
+        small += [leaf for _, leaf in leaves([value for model in self.models for value in model.objects()])]
         small += [self.extra] if isinstance(self.extra, StoredObject) else []
         # Tensors among them are a learning rate, say.
         scalars = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in small if isinstance(leaf, Stored)}
@@ -151,85 +147,40 @@ class _Load:
         missing: list[str] = []
         unexpected: list[str] = []
         problems: list[str] = []
-        for number, source in enumerate(self.sources):
-            proxies = self._state_dict(number, on_meta)
-            lists = model_state.rehearse(source.model, self._with_versions(number, proxies))
+        for model in self.models:
+            proxies = model.state_dict(lambda leaf: self.known[leaf.name] if leaf.name in self.known else on_meta(leaf))
+            lists = model_state.rehearse(model.source.model, proxies)
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 if self.strict or into is problems:
-                    into += [source.prefix + text for text in found_now]
-            problems += self._wrong_dtypes(number)
+                    into += [model.source.prefix + text for text in found_now]
+            for key, saved, live in model.tensors():
+                problems += wrong_dtype(model.source.prefix + key, saved.dtype, live, self.dtype, "checkpoint")
         for part in self.optimizers:
             lists = part.compare(self.known, self.dtype)
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 into += found_now
         refuse_misfits(self.checkpoint.folder, missing, unexpected, problems)
 
-    def _state_dict(self, number: int, tensor: Callable[[Stored], torch.Tensor]) -> dict[str, Any]:
-        """Return a model's state dict: `tensor` makes its tensors, the rest is read."""
-        return {
-            key: tensor(saved) if isinstance(saved, Stored) else mapped(saved, self.known)
-            for key, saved in self.saved[number].items()
-        }
-
-    def _with_versions(self, number: int, values: dict[str, Any]) -> Any:
-        """Return a state dict with the versions of the modules' own formats, where they are known."""
-        result = model_state.WithMetadata(values)
-        manifest = self.checkpoint.manifest
-        if manifest is not None:
-            result._metadata = manifest.module_versions.get(".".join(self.sources[number].path), {})
-        return result
-
-    def _wrong_dtypes(self, number: int) -> list[str]:
-        prefix, live = self.sources[number].prefix, self.live[number]
-        saved = [(key, own) for key, own in self.saved[number].items() if isinstance(own, Stored)]
-        return [
-            text
-            for key, own in saved
-            for text in wrong_dtype(prefix + key, own.dtype, live.get(key), self.dtype, "checkpoint")
-        ]
-
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:
         """Choose where this rank's shards go, and look at them. What can't be verified is read now, into new memory."""
         with torch.inference_mode(False):
             in_place = self.checkpoint.manifest is not None
-            shared: dict[Any, torch.Tensor] = {}
             dtypes: dict[str, torch.dtype] = {}
-            for number, source in enumerate(self.sources):
-                own = self._own_places(number) if in_place else frozenset()
-                for key, saved in self.saved[number].items():
-                    live = self.live[number].get(key)
-                    if not isinstance(saved, Stored):
-                        continue
-                    dtypes[source.prefix + key] = saved.dtype
-                    # Tied parameters that were written once are read once.
-                    where = (saved.place, id(live._spec) if isinstance(live, ShardTensor) else saved.name)
-                    if where not in shared:
-                        shared[where] = self.tensors[saved.name] = _destination(live, saved, key in own)
-                    self.filled[saved.name] = shared[where]
+            for model in self.models:
+                own = _own_places(model) if in_place else frozenset()
+                for key, saved, live in model.tensors():
+                    dtypes[model.source.prefix + key] = saved.dtype
+                    if key in own:
+                        self.tensors[saved.name] = ShardTensor(live._local.detach(), live._spec)
+                    else:
+                        dtype = live.dtype if isinstance(live, torch.Tensor) else None
+                        self.tensors[saved.name] = new_tensor(saved, live, dtype)
             for part in self.optimizers:
                 self.tensors.update(part.destinations(dtypes, self.dtype, in_place))
             self.verified = self.checkpoint.verify(self.tensors)
             if not self.verified:
                 self.checkpoint.read(self.tensors, ())
-
-    def _own_places(self, number: int) -> frozenset[str]:
-        """Return the entries that are read into the model's own memory: the parameters that loading would copy them to."""
-        model = self.sources[number].model
-        if not _loads_plainly(model):
-            return frozenset()
-        params = dict(model.named_parameters(remove_duplicate=False))
-        found: list[tuple[str, int]] = []
-        # Tied parameters may have been saved with different values, of which loading takes the last.
-        places: dict[int, set[Any]] = {}
-        for key, saved in self.saved[number].items():
-            live, param = self.live[number].get(key), params.get(key)
-            if not (isinstance(saved, Stored) and isinstance(live, ShardTensor) and isinstance(param, ShardTensor)):
-                continue
-            places.setdefault(id(live._spec), set()).add(saved.place)
-            if live._spec is param._spec and live._local.data_ptr() == param._local.data_ptr():
-                found.append((key, id(live._spec)))
-        return frozenset(key for key, spec in found if len(places[spec]) == 1)
 
     def fill(self) -> None:
         """Read what has been verified. From here on the old values are lost."""
@@ -246,18 +197,11 @@ class _Load:
 
     def overwritten(self) -> None:
         """Tell autograd that what was read went past it: no graph may go on with these values."""
-        for source in self.sources:
-            for p in (p for unit in source.runtime.units for p in unit.params):
+        for runtime in (model.source.runtime for model in self.models):
+            for p in (p for unit in runtime.units for p in unit.params):
                 torch.autograd.graph.increment_version((p, p._local))
-            source.runtime.parameters_changed()
-            source.runtime.forget_residuals()
-
-    def values(self) -> list[Any]:
-        """Return the state dict of each model."""
-        return [
-            self._with_versions(number, self._state_dict(number, lambda saved: self.filled[saved.name]))
-            for number in range(len(self.sources))
-        ]
+            runtime.parameters_changed()
+            runtime.forget_residuals()
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self) -> None:
@@ -272,12 +216,22 @@ class _Load:
                 ) from error
 
 
-def _destination(live: Any, saved: Stored, in_place: bool) -> torch.Tensor:
-    """Return memory for an entry: a shard where the model has one, converted to its dtype; with `in_place` the model's own."""
-    if isinstance(live, ShardTensor) and live.shape == saved.shape:
-        own = live._local.detach() if in_place else torch.empty(live._spec.length, dtype=live.dtype)
-        return ShardTensor(own, live._spec)
-    return torch.empty(saved.shape, dtype=live.dtype if isinstance(live, torch.Tensor) else saved.dtype)
+def _own_places(model: SavedModel) -> frozenset[str]:
+    """Return the entries that are read into the model's own memory: the parameters that loading would copy them to."""
+    if not _loads_plainly(model.source.model):
+        return frozenset()
+    params = dict(model.source.model.named_parameters(remove_duplicate=False))
+    found: list[tuple[str, int]] = []
+    # Tied parameters may have been saved with different values, of which loading takes the last.
+    places: dict[int, set[Any]] = {}
+    for key, saved, live in model.tensors():
+        param = params.get(key)
+        if not (isinstance(live, ShardTensor) and isinstance(param, ShardTensor)):
+            continue
+        places.setdefault(id(live._spec), set()).add(saved.place)
+        if live._spec is param._spec and live._local.data_ptr() == param._local.data_ptr():
+            found.append((key, id(live._spec)))
+    return frozenset(key for key, spec in found if len(places[spec]) == 1)
 
 
 def _loads_plainly(model: torch.nn.Module) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...numerics.stochastic_rounding import state_dtype
+from ...optim.engines_of_optimizer import first_runtime, params_of
 from ...optim.matrix import state as matrix_state
-from ...runtime.runtime import Runtime
 from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
 from ..full.load import by_name
+from ..misfits import wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
-from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, mapped, on_meta, optimizer_at
+from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, mapped, new_tensor, on_meta, optimizer_at
 
 __all__ = ["OptimizerLoad"]
 
@@ -39,7 +41,7 @@ class OptimizerLoad:
         saved: SavedOptimizer | None,
     ) -> None:
         self.checkpoint, self.optimizer, self.number = checkpoint, optimizers[number], number
-        self.runtime = _runtime_of(sources, self.optimizer)
+        self.runtime = first_runtime(self.optimizer) or sources[0].runtime
         self.what, self.names, self.saved = what, names, saved
         self.alone = len(optimizers) == 1
         if saved is not None and not self.alone:  # several without names are saved as one, group behind group
@@ -48,6 +50,8 @@ class OptimizerLoad:
             self.saved = dataclasses.replace(saved, groups=own)
         self.given: dict[str, Any] = {"state": {}, "param_groups": []}
         self.entries: dict[str, dict[Any, Any]] = {}
+        self.elsewhere: dict[int, bool] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
 
     @classmethod
     def of(
@@ -104,27 +108,17 @@ class OptimizerLoad:
 
     def _wrong_dtypes(self, dtype: torch.dtype | None) -> list[str]:
         problems = []
-        for p in self._params():
-            for path, leaf in leaves(self.entries.get(self.names[id(p)], {})):
+        for p in params_of(self.optimizer):
+            name = self.names[id(p)]
+            for path, leaf in leaves(self.entries.get(name, {})):
                 live = self.optimizer.state.get(p, {}).get(path[0])
-                if (
-                    not isinstance(leaf, Stored)
-                    or len(path) > 1
-                    or not isinstance(live, torch.Tensor)
-                    or live.dtype == leaf.dtype
-                    # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
-                    or (live.dtype == p.dtype and leaf.dtype == state_dtype(p))
-                ):
+                if not isinstance(leaf, Stored) or len(path) > 1 or not isinstance(live, torch.Tensor):
                     continue
-                if dtype is None or not (live.dtype.is_floating_point and leaf.dtype.is_floating_point):
-                    problems.append(
-                        f"{self.names[id(p)]}: {path[0]} is {leaf.dtype} in the checkpoint and {live.dtype} here; pass dtype= to "
-                        "convert it"
-                    )
+                # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
+                if live.dtype != p.dtype or leaf.dtype != state_dtype(p):
+                    asked = None if dtype is None else live.dtype
+                    problems += wrong_dtype(f"{name}: {path[0]}", leaf.dtype, live, asked, "checkpoint")
         return problems
-
-    def _params(self) -> list[Any]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     # -- reading ------------------------------------------------------------------------------------------------
     def destinations(
@@ -136,7 +130,7 @@ class OptimizerLoad:
         found: dict[str, torch.Tensor] = {}
         manifest = self.checkpoint.manifest
         unsharded = frozenset(() if manifest is None else manifest.whole)
-        for p in self._params():
+        for p in params_of(self.optimizer):
             name = self.names[id(p)]
             if self.elsewhere.get(id(p), False):
                 continue
@@ -152,10 +146,8 @@ class OptimizerLoad:
                 live = self._own(p, path) if in_place else None
                 if live is not None and live.shape == leaf.shape and live.dtype == kept:
                     found[leaf.name] = live
-                elif is_cut:
-                    found[leaf.name] = ShardTensor(torch.empty(p._spec.length, dtype=kept), p._spec)
                 else:
-                    found[leaf.name] = torch.empty(leaf.shape, dtype=kept)
+                    found[leaf.name] = new_tensor(leaf, p if is_cut else None, kept)
         self.tensors = found
         return found
 
@@ -182,30 +174,20 @@ class OptimizerLoad:
         """Load it into the optimizer. Local."""
         values = {**known, **self.tensors}
         state: dict[Any, Any] = {key: self.given["state"][key] for key in self.given.get(optimizer_state.OTHER, ())}
+        for number, p in enumerate(params_of(self.optimizer)):
+            entries = self.entries.get(self.names[id(p)])
+            if entries and not self.elsewhere.get(id(p), False):
+                own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
+                state[number] = mapped(entries, own_values)
         groups = []
-        number = 0
+        numbers = itertools.count()
         for group, given in zip(self.optimizer.param_groups, self.given["param_groups"], strict=True):
-            own = {**given, "params": list(range(number, number + len(group["params"])))}
+            own = {**given, "params": list(itertools.islice(numbers, len(group["params"])))}
             if "param_names" in given:
                 own["param_names"] = [self.names[id(p)] for p in group["params"]]
             groups.append(own)
-            for p in group["params"]:
-                entries = self.entries.get(self.names[id(p)])
-                if entries and not self.elsewhere.get(id(p), False):
-                    own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
-                    state[number] = mapped(entries, own_values)
-                number += 1
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         optimizer_state.keep_as_saved(self.optimizer, state)
-
-
-def _runtime_of(sources: Sequence[Source], optimizer: Any) -> Runtime:
-    """Return the runtime of the first model of which an optimizer holds parameters."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for source in sources:
-        if any(id(p) in held for unit in source.runtime.units for p in unit.params):
-            return source.runtime
-    return sources[0].runtime
 
 
 def _on(value: Any, device: torch.device, path: tuple[Any, ...]) -> Any:

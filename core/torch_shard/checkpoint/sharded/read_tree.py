@@ -13,9 +13,6 @@ import torch
 
 from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
-from ...shard_tensor.tensor import ShardTensor
-from ...state import model_state
-from ..format.manifest import Manifest
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
 from .entry_tree import (
@@ -25,14 +22,13 @@ from .entry_tree import (
     is_optimizer,
     leaves,
     mapped,
-    model_at,
+    new_tensor,
     optimizer_at,
     tree_of,
 )
+from .saved_model import SavedModel
 
 __all__ = ["Contents", "read_contents"]
-
-UnshardedParam = Stored | StoredObject
 
 
 @dataclass
@@ -112,10 +108,11 @@ class _Reading:
     ) -> None:
         self.checkpoint, self.sources, self.unpickle = checkpoint, sources, unpickle
         self.tree = tree_of(checkpoint)
-        self.models = [_Model(checkpoint.manifest, self.tree, source) for source in sources]
+        # Prefixes of wrappers may be part of the names that a hook has given.
+        self.models = [SavedModel(checkpoint, self.tree, source, own_prefixes=False) for source in sources]
         self.params: dict[str, Any] = {}
         for source in reversed(sources):  # the first of equal names counts, as in what they were saved from
-            self.params.update(_params(source))
+            self.params.update(source.params())
         saved = (optimizer_at(self.tree, where, self.params) for where in _paths(self.tree))
         self.optimizers = [_Optimizer(found) for found in saved if found is not None]
         self.with_state = bool(optimizers) or (named_state and all(own.is_named for own in self.optimizers))
@@ -126,47 +123,36 @@ class _Reading:
             own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     def read(self) -> Contents:
+        """Read everything."""
         with torch.inference_mode(False):
-            settings = self._read([leaf for own in self.optimizers for leaf in own.saved.small()], {})
-            tensors: dict[str, torch.Tensor] = {}
-            wanted: list[UnshardedParam] = []
+            known = self._read([(leaf, None) for own in self.optimizers for leaf in own.saved.small()])
+            wanted: list[tuple[Any, Any]] = []
             for model in self.models:
-                for leaf, live in model.cut():
-                    tensors.update(_shard(leaf, live))
-                wanted += [leaf for _, leaf in leaves(model.saved)]
+                for key, value in model.saved.items():
+                    wanted += [(leaf, model.live.get(key)) for _, leaf in leaves(value)]
             for own in self.optimizers if self.with_state else ():
-                tensors.update(self._state_tensors(own.state(settings)))
-                wanted += [leaf for _, leaf in leaves(own.saved.state)]
+                for name, entries in own.state(known).items():
+                    like = self.params.get(name)
+                    wanted += [(leaf, None if path[-1] == "step" else like) for path, leaf in leaves(entries)]
             sliced = self._sliced()
-            for leaf, param in sliced.values():
-                tensors.update(_shard(leaf, param) if isinstance(param, ShardTensor) else {})
-                wanted.append(leaf)
+            wanted += sliced.values()
             extra = self.tree.get(EXTRA)
-            wanted += [extra] if isinstance(extra, StoredObject) else []
-            found = {**settings, **self._read(wanted, tensors)}
-        built = {model.source.path: model.build(found) for model in self.models}
+            wanted += [(extra, None)] if isinstance(extra, StoredObject) else []
+            known |= self._read(wanted)
+        built = {model.source.path: model.state_dict(known) for model in self.models}
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
-        states = [own.build(found, self.with_state) for own in self.optimizers]
-        of_number = {n: found[leaf.name] for n, (leaf, _) in sliced.items()}
+        states = [own.build(known, self.with_state) for own in self.optimizers]
+        of_number = {number: known[leaf.name] for number, (leaf, _) in sliced.items()}
         state = built.get((MODEL,), {})
-        return Contents(state, states, found.get(EXTRA), further, self.sources, of_number, self.with_state)
+        return Contents(state, states, known.get(EXTRA), further, self.sources, of_number, self.with_state)
 
-    def _read(self, wanted: Sequence[UnshardedParam], into: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Read entries, by full name: tensors into those of `into`, or into new memory."""
-        objects: dict[str, None] = {}
-        # Tied parameters that were written once are read once.
-        own: dict[Any, tuple[str, torch.Tensor]] = {}
-        shared: dict[str, torch.Tensor] = {}
-        for leaf in wanted:
-            if isinstance(leaf, Stored):
-                tensor = into.get(leaf.name)
-                tensor = torch.empty(leaf.shape, dtype=leaf.dtype) if tensor is None else tensor
-                shared[leaf.name] = own.setdefault((leaf.place, _kind(tensor)), (leaf.name, tensor))[1]
-            else:
-                objects[leaf.name] = None
-        return {**self.checkpoint.read(dict(own.values()), objects, self.unpickle), **shared}
+    def _read(self, wanted: Sequence[tuple[Stored | StoredObject, Any]]) -> dict[str, Any]:
+        """Read entries, each with the live tensor that tells which shard is this rank's, if there is one; by full name."""
+        tensors = {leaf.name: new_tensor(leaf, like) for leaf, like in wanted if isinstance(leaf, Stored)}
+        objects = [leaf.name for leaf, _ in wanted if isinstance(leaf, StoredObject)]
+        return {**self.checkpoint.read(tensors, objects, self.unpickle), **tensors}
 
-    def _sliced(self) -> dict[str, tuple[UnshardedParam, Any]]:
+    def _sliced(self) -> dict[str, tuple[Stored | StoredObject, Any]]:
         """Return by number the entry, and the live parameter that it is cut as, if there is one."""
         found = self.tree.get(SLICED)
         return {
@@ -174,43 +160,6 @@ class _Reading:
             for number, own in (found if isinstance(found, dict) else {}).items()
             for name, leaf in own.items()
         }
-
-    def _state_tensors(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, entries in state.items():
-            param = self.params.get(name)
-            for path, leaf in leaves(entries):
-                if isinstance(param, ShardTensor) and path[-1] != "step":
-                    found.update(_shard(leaf, param))
-        return found
-
-
-def _shard(leaf: UnshardedParam, like: ShardTensor) -> dict[str, torch.Tensor]:
-    """Return memory for this rank's shard of an entry; none where it has another shape than the live tensor."""
-    if not isinstance(leaf, Stored) or leaf.shape != like.shape:
-        return {}
-    return {leaf.name: ShardTensor(torch.empty(like._spec.length, dtype=leaf.dtype), like._spec)}
-
-
-class _Model:
-    """One saved model, and the live one that tells which shards are this rank's."""
-
-    def __init__(self, manifest: Manifest | None, tree: dict[Any, Any], source: Source) -> None:
-        self.source, self._manifest = source, manifest
-        self._live = model_state.own_state_dict(source.model, source.runtime)
-        self.saved = model_at(tree, source.path, self._live, ours=manifest is not None, own_prefixes=False)
-
-    def cut(self) -> list[tuple[UnshardedParam, ShardTensor]]:
-        """Return the entries of which the live model has shards, and these."""
-        pairs = ((leaf, self._live.get(key)) for key, leaf in self.saved.items())
-        return [(leaf, live) for leaf, live in pairs if isinstance(live, ShardTensor)]
-
-    def build(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model's state dict."""
-        state = model_state.WithMetadata(mapped(self.saved, known))
-        if self._manifest is not None:
-            state._metadata = self._manifest.module_versions.get(".".join(self.source.path), {})
-        return state
 
 
 class _Optimizer:
@@ -280,15 +229,3 @@ def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | No
         )
     first = [source for own in rest.values() for source in sources_of(own, None)]
     return first + (sources_of(engine, further)[1:] if further else [])
-
-
-def _params(source: Source) -> dict[str, Any]:
-    found: dict[str, Any] = dict(source.model.named_parameters())
-    for unit in source.runtime.units:
-        found.update(zip(unit.names, unit.params, strict=True))
-    return {source.prefix + name: p for name, p in found.items()}
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    cut = id(tensor._spec) if isinstance(tensor, ShardTensor) else None
-    return cut, tensor.dtype, tuple(tensor.shape)
