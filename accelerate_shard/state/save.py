@@ -25,7 +25,6 @@ from torch_shard.frontend.checkpoint import (
     make_durable,
     optimizer_state,
     save_contents,
-    sees,
 )
 from torch_shard.log import logger
 
@@ -98,7 +97,7 @@ class _Save:
 
     def check_shared(self) -> None:
         """Raise where this rank has another folder of that name, or none."""
-        if not sees(self.beside, self.nonce):
+        if not self.beside.is_dir():
             raise CheckpointError(
                 f"rank {self.ranks.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this "
                 "path. Save to a file system that all nodes mount at the same place. Nothing was saved."
@@ -115,10 +114,9 @@ class _Save:
         directory_names.prune(self.accelerator, self.target)
 
     def close(self, done: bool) -> None:
-        """Release the folder's lock; delete what was written if the checkpoint is not `done`."""
-        if self.saving is not None:
-            self.saving.close(remove=not done)
-            self.saving = None
+        """Delete what was written if the checkpoint is not `done`."""
+        if self.saving is not None and not done:
+            self.saving.remove()
 
     def _write_small(self) -> None:
         self.ranks.each(lambda: small_objects.write(self.accelerator, self.beside))
@@ -163,7 +161,6 @@ class _Save:
         if pending is None:
             self._finish()
         else:
-            # The thread of PendingState keeps the folder's lock and releases it, whatever this rank does next.
             place = self.put_in_place if self.ranks.is_first else _nothing
             self.accelerator._pending_state = PendingState(pending, self.target, place, self.close)
 

@@ -17,11 +17,11 @@ from torch_shard.checkpoint.sharded import save as sharded_save
 original = sharded_save.write_file
 
 
-def slow(folder: Path, plan: Any, planner: Any) -> Any:
+def slow(folder: Path, plan: Any, resolve: Any) -> Any:
     time.sleep(1.0)
     if sys.argv[5] == "fails":
         raise OSError("no space left")
-    return original(folder, plan, planner)
+    return original(folder, plan, resolve)
 
 
 if __name__ == "__main__":

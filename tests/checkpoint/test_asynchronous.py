@@ -34,11 +34,11 @@ def writing(fails: bool = False) -> Iterator[threading.Event]:
     """Files are written when the event is set, or writing them fails then."""
     original, event = sharded_save.write_file, threading.Event()
 
-    def later(folder, plan, planner):
+    def later(folder, plan, resolve):
         assert event.wait(30)
         if fails:
             raise OSError(28, "No space left on device")
-        return original(folder, plan, planner)
+        return original(folder, plan, resolve)
 
     sharded_save.write_file = later
     try:

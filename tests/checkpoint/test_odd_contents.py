@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -303,26 +302,6 @@ def test_the_new_directory_lets_in_whom_the_old_one_did(tmp_path):
     os.chmod(tmp_path / "c", 0o2775)
     save(engine, os.fsencode(tmp_path / "c"))
     assert (tmp_path / "c").stat().st_mode & 0o7777 == 0o2775
-
-
-def test_another_programs_save_is_left_alone_where_locks_do_not_work(tmp_path, monkeypatch):
-    from torch_shard.checkpoint.format import atomic_directory
-
-    _model, engine, _ = build(model=Net)
-    other = tmp_path / ".theirs.saving-0123456789abcdef"
-    other.mkdir()
-    (other / atomic_directory.PROBE).touch()
-    long_ago = time.time() - 7200
-    os.utime(other, (long_ago, long_ago))
-
-    def no_locks(*_: Any) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(atomic_directory.fcntl, "flock", no_locks)
-    save(engine, tmp_path / "c")
-    os.utime(other, (1, 1))
-    save(engine, tmp_path / "c")
-    assert other.is_dir()
 
 
 def test_metadata_that_changes_a_class_is_refused_and_undone(tmp_path):

@@ -17,7 +17,7 @@ from .ports import ModelPort
 from .watchdog import blocking
 from .work import default_store
 
-__all__ = ["broadcast", "each", "gather", "heartbeat_barrier", "scatter", "uncollected"]
+__all__ = ["broadcast", "each", "gather", "heartbeat_barrier", "uncollected"]
 
 T = TypeVar("T")
 
@@ -125,14 +125,6 @@ def gather(port: ModelPort, value: T, what: str) -> list[T] | None:
     if c.world > 1:
         _exchange(c, what, dist.gather_object, value, values)
     return values
-
-
-def scatter(port: ModelPort, values: list[T] | None, what: str) -> T:
-    """Return this rank's object of those that rank 0 passes, one for each rank. Collective."""
-    found: list[Any] = [None] if values is None else values[:1]
-    if port.collectives.world > 1:
-        _exchange(port.collectives, what, dist.scatter_object_list, found, values)
-    return found[0]  # type: ignore[no-any-return]
 
 
 def _exchange(c: Collectives, what: str, function: Callable[..., Any], *args: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ...comm.collective_steps import broadcast, each, gather, heartbeat_barrier, scatter, uncollected
+from ...comm.collective_steps import broadcast, each, heartbeat_barrier, uncollected
+from ...comm.heartbeat_barrier import HeartbeatBarrier
 from ...errors import CheckpointError, ConfigError
 from ...log import logger
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
-from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune, sees
+from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from .async_save import PendingSave
@@ -114,35 +116,36 @@ def _save(
         each(runtime, what, work.check_shared)
         with uncollected():
             work.proposal = propose(runtime, what, work.planner, contents)
+        barrier = heartbeat_barrier(runtime, f"{nonce}/parts", own_connection=asynchronous)
         if asynchronous:
             staging = engine._staging = engine._staging or Staging()
             each(runtime, what, lambda: work.stage(staging), nonce=f"{nonce}/stage")
-            pending = engine._pending = _start(runtime, what, work)
+            pending = engine._pending = _start(runtime, what, work, barrier)
         else:
-            _write(runtime, what, work)
+            with uncollected():
+                each(runtime, what, lambda: _carry_out(work, barrier))
     finally:
         if pending is None:
-            work.close(work.committed)
+            work.close()
     return pending
 
 
-def _write(runtime: Any, what: str, work: _Save) -> None:
-    """Do all that remains, now."""
-    with uncollected():
-        proposals = gather(runtime, work.proposal, what)
-        plans = each(runtime, what, lambda: None if proposals is None else work.decide(proposals))
-        plan = scatter(runtime, plans, what)
-    own = each(runtime, what, lambda: work.write(plan), nonce=f"{work.nonce}/write")
-    parts = gather(runtime, own, what)
-    each(runtime, what, lambda: None if parts is None else work.finish(parts), nonce=f"{work.nonce}/finish")
+def _carry_out(work: _Save, barrier: HeartbeatBarrier | None) -> None:
+    with _alive(barrier):
+        error = work.carry_out(barrier)
+    if error is not None:
+        raise error
 
 
-def _start(runtime: Any, what: str, work: _Save) -> PendingSave:
-    """Do all that remains in a thread of each rank."""
-    barrier = heartbeat_barrier(runtime, f"{work.nonce}/pending", own_connection=True)
+def _start(runtime: Any, what: str, work: _Save, barrier: HeartbeatBarrier | None) -> PendingSave:
+    """Do all that remains in a thread of each rank. Collective."""
     made: list[PendingSave] = []
+
+    def start() -> None:
+        made.append(PendingSave(work.target, lambda: work.carry_out(barrier), _alive(barrier)))
+
     try:
-        each(runtime, what, lambda: made.append(PendingSave(work.target, barrier, work)))
+        each(runtime, what, start)
     except BaseException:
         for started in made:
             started.cancel()
@@ -151,8 +154,15 @@ def _start(runtime: Any, what: str, work: _Save) -> PendingSave:
     return made[0]
 
 
+def _alive(barrier: HeartbeatBarrier | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if barrier is None else barrier.heartbeat()
+
+
 class _Save:
-    """One save on one rank. Nothing here is collective, and only what rank 0 does makes a checkpoint of the parts."""
+    """One save on one rank, from its snapshot of the state or from the live state.
+
+    No method is collective except :meth:`carry_out`, and only rank 0 makes a checkpoint of the parts.
+    """
 
     def __init__(self, target: Path, nonce: str, keep: int | None, facts: dict[str, Any], collectives: Any) -> None:
         self.target, self.nonce, self.keep, self.facts = target, nonce, keep, facts
@@ -160,49 +170,117 @@ class _Save:
         self.beside = hidden(target, nonce)
         self.planner, self.save_id = SavePlanner(), SAVE_ID + nonce
         self.proposal = SavePlan([])
-        self.source: SavePlanner | _Staged = self.planner
-        self.metadata: Metadata | None = None  # on rank 0
+        self.resolve: Callable[[WriteItem], Any] = self.planner.resolve_data
         self.saving: Saving | None = None
-        self.committed = False
 
     def begin(self) -> None:
         """Make the directory, on rank 0."""
         if self.rank == 0:
-            self.saving = Saving.begin(self.target, self.nonce)
+            siblings = None if self.keep is None else pattern(self.target.name)
+            self.saving = Saving.begin(self.target, self.nonce, siblings=siblings)
 
     def check_shared(self) -> None:
-        """Raise where this rank has another directory of that name, or none."""
-        if not sees(self.beside, self.nonce):
+        """Raise if this rank does not see the directory that rank 0 has made."""
+        if not self.beside.is_dir():
             raise CheckpointError(
                 f"rank {self.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this path. Save "
                 "to a file system that all nodes mount at the same place. Nothing was saved."
             )
 
     def stage(self, staging: Staging) -> None:
-        """Go on with a copy of what this rank has proposed."""
-        self.source = _Staged(staging, self.planner, self.proposal)
+        """Copy what this rank has proposed, and write the copy from now on."""
+        data = [self.resolve(item) for item in self.proposal.items]
+        copies = iter(staging.snapshot([value for value in data if isinstance(value, torch.Tensor)]))
+        # By index, which is what a planner goes by, too: rank 0 sends each rank its items anew.
+        held = {
+            item.index: next(copies) if isinstance(value, torch.Tensor) else value
+            for item, value in zip(self.proposal.items, data, strict=True)
+        }
+        self.resolve = lambda item: held[item.index]
 
-    def decide(self, proposals: list[SavePlan]) -> list[SavePlan]:
-        """Decide on rank 0 who writes what."""
-        plans, self.metadata = decide(self.planner, proposals)
-        return plans
+    def carry_out(self, barrier: HeartbeatBarrier | None) -> CheckpointError | None:
+        """Write all parts and put them together; return what went wrong on any rank. Collective, through the store alone.
+
+        Args:
+            barrier: of the ranks, on which this rank's heartbeat is sent; None if there is one rank.
+        """
+        try:
+            problem = self._lead(barrier) if barrier is None or barrier.rank == 0 else self._follow(barrier)
+        except Exception as error:  # the store is gone, or a rank
+            problem = _text(error)
+        self.close()
+        if problem is None:
+            return None
+        return CheckpointError(
+            f"the save to {self.target} failed: {problem} Nothing in training was changed, and if there is a checkpoint at that "
+            "path, it is complete. Save again."
+        )
+
+    def _lead(self, barrier: HeartbeatBarrier | None) -> str | None:
+        """Decide who writes what, write rank 0's part, and make the checkpoint of all parts."""
+        others = range(1, self.world) if barrier is not None else ()
+
+        def answers(what: str) -> list[Any]:
+            return [] if barrier is None else [pickle.loads(barrier.read(what, rank)) for rank in others]
+
+        plans: list[Any] = [None] * self.world
+        problem: str | None = None
+        try:
+            plans, metadata = decide(self.planner, [self.proposal, *answers("proposal")])
+        except Exception as error:
+            problem = _text(error)
+        if barrier is not None:
+            for rank in others:
+                barrier.post(f"plan of rank {rank}", pickle.dumps(plans[rank]))
+        if problem is None:
+            try:
+                written = [self._written(plans[0]), *answers("written")]
+                problem = "; ".join(text for text, _ in written if text is not None) or None
+                if problem is None:
+                    self.finish(metadata, [part for _, part in written])
+            except Exception as error:
+                problem = _text(error)
+        if barrier is not None:
+            barrier.post("outcome", pickle.dumps(problem))
+            with contextlib.suppress(Exception):  # wait, because the store may end with this process
+                barrier.wait("heard", list(others))
+                barrier.forget("proposal", "written", "heard")
+        return problem
+
+    def _follow(self, barrier: HeartbeatBarrier) -> str | None:
+        """Write this rank's part, and learn from rank 0 what became of the save."""
+        barrier.post("proposal", pickle.dumps(self.proposal))
+        plan = pickle.loads(barrier.read(f"plan of rank {self.rank}", 0))
+        if plan is not None:
+            barrier.post("written", pickle.dumps(self._written(plan)))
+        problem: str | None = pickle.loads(barrier.read("outcome", 0))
+        barrier.forget()
+        barrier.post("heard")
+        return problem
+
+    def _written(self, plan: SavePlan) -> tuple[str | None, _Part | None]:
+        """Write this rank's part; return what went wrong, and the part."""
+        try:
+            return None, self.write(plan)
+        except Exception as error:
+            return f"rank {self.rank}: {_text(error)}", None
 
     def write(self, plan: SavePlan) -> _Part:
         """Write this rank's file."""
-        record, results = write_file(self.beside, plan, self.source)
+        record, results = write_file(self.beside, plan, self.resolve)
         return str(plan.storage_data), record, results, self.facts["whole"]
 
-    def finish(self, parts: list[_Part]) -> None:
+    def finish(self, metadata: Metadata, parts: list[_Part]) -> None:
         """Write metadata and manifest, and put the directory in its place; delete what `keep` says. On rank 0."""
-        assert self.saving is not None and self.metadata is not None
+        assert self.saving is not None
         files = {name: record for name, record, _, _ in parts if record is not None}
         results = [results for _, _, results, _ in parts]
-        files[METADATA] = write_metadata(self.beside, self.metadata, results, self.save_id)
+        files[METADATA] = write_metadata(self.beside, metadata, results, self.save_id)
         # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
         whole = tuple(dict.fromkeys(name for *_, names in parts for name in names))
         write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": whole}))
         commit(self.saving, self.target)
-        self.committed = True  # whatever fails now is no reason to fail
+        # Whatever fails now is no reason to fail.
         discard(self.target, self.nonce)
         if self.keep is not None:
             try:
@@ -210,26 +288,15 @@ class _Save:
             except OSError as error:
                 logger.warning("older checkpoints beside %s could not be removed: %s", self.target, error)
 
-    def close(self, done: bool) -> None:
-        """Let go; without a checkpoint delete what was written in vain."""
+    def close(self) -> None:
+        """Delete what was written in vain, if the save has failed."""
         if self.saving is not None:
-            self.saving.close(remove=not done)
+            self.saving.remove()
 
 
-class _Staged:
-    """A snapshot of what a rank has proposed to write, in place of a planner that looks at the live state."""
-
-    def __init__(self, staging: Staging, planner: SavePlanner, proposal: SavePlan) -> None:
-        data = [planner.resolve_data(item) for item in proposal.items]
-        tensors = [value for value in data if isinstance(value, torch.Tensor)]
-        copies = iter(staging.snapshot(tensors))
-        copied = [next(copies) if isinstance(value, torch.Tensor) else value for value in data]
-        # By index, which is what a planner goes by, too: rank 0 sends each rank its items anew.
-        self._held = {item.index: value for item, value in zip(proposal.items, copied, strict=True)}
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the copy of an item of that proposal."""
-        return self._held[write_item.index]
+def _text(error: Exception) -> str:
+    text = str(error) if isinstance(error, (CheckpointError, OSError)) else f"{type(error).__name__}: {error}"
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def _target(path: str | os.PathLike[str], keep: int | None) -> Path:
@@ -278,12 +345,8 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
 
 def _unsharded_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
     """Return entries of optimizer state that have their parameter's shape, but are not sharded: each rank has all of them."""
-    shapes = {
-        source.prefix + name: p.shape
-        for source in sources
-        for unit in source.runtime.units
-        for name, p in zip(unit.names, unit.params, strict=True)
-    }
+    params = (item for source in sources for item in source.params().items())
+    shapes = {name: p.shape for name, p in params if isinstance(p, ShardTensor)}
 
     def within(value: Any, path: str, shape: torch.Size) -> Iterator[str]:
         if isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -29,7 +29,9 @@ from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
 from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
 
-__all__ = ["Deferred", "Resolves", "write_file", "write_manifest", "write_metadata"]
+__all__ = ["Deferred", "write_file", "write_manifest", "write_metadata"]
+
+Resolve = Callable[[WriteItem], Any]
 
 _SMALL = 256 << 10  # bytes of an entry up to which its values are no blocks of their own
 _BUFFER = 1 << 20  # bytes; what is larger goes past the buffer
@@ -48,14 +50,7 @@ class Deferred:
     read: Callable[[], torch.Tensor]
 
 
-class Resolves(Protocol):
-    """What writing asks of a planner."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor of an item, or a :class:`Deferred` one, or an object's bytes (BytesIO)."""
-
-
-def write_file(folder: Path, plan: SavePlan, planner: Resolves) -> tuple[FileRecord | None, list[WriteResult]]:
+def write_file(folder: Path, plan: SavePlan, resolve: Resolve) -> tuple[FileRecord | None, list[WriteResult]]:
     """Write a rank's file, whose name is in the plan, and make it durable.
 
     Returns:
@@ -66,7 +61,7 @@ def write_file(folder: Path, plan: SavePlan, planner: Resolves) -> tuple[FileRec
     name = str(plan.storage_data)
     with naming(folder / name), open(folder / name, "wb", buffering=_BUFFER) as raw:
         file = _DataFile(raw)
-        results = _write(file, plan, planner, name)
+        results = _write(file, plan, resolve, name)
         record = file.finish()
         raw.flush()
         os.fsync(raw.fileno())
@@ -98,12 +93,12 @@ def _write_durable(path: Path, raw: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _write(file: _DataFile, plan: SavePlan, planner: Resolves, name: str) -> list[WriteResult]:
+def _write(file: _DataFile, plan: SavePlan, resolve: Resolve, name: str) -> list[WriteResult]:
     results = []
     # Tied parameters have several names and one memory: written once. Kept, so that no other memory gets the same key.
     written: dict[Hashable, tuple[Any, tuple[int, int, int]]] = {}
     for item in plan.items:
-        data = planner.resolve_data(item)
+        data = resolve(item)
         if isinstance(data, io.BytesIO):
             start = file.begin()
             file.write(data.getbuffer())

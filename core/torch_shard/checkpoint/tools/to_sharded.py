@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
-from ..format.atomic_directory import Saving, commit, discard
+from ..format.atomic_directory import Saving, commit
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
@@ -46,7 +46,6 @@ def write_sharded(
     """
     nonce = secrets.token_hex(8)
     saving = Saving.begin(target, nonce)
-    done = False
     try:
         planner = _Planner(progress)
         planner.set_up_planner(_Contents(planner).of(parts), is_coordinator=True)
@@ -54,15 +53,13 @@ def write_sharded(
         plan = planner.finish_plan(plan)
         planner.check(plan)
         save_id = SAVE_ID + nonce
-        record, results = write_file(saving.path, plan, planner)
+        record, results = write_file(saving.path, plan, planner.resolve_data)
         files = {str(plan.storage_data): record} if record is not None else {}
         files[METADATA] = write_metadata(saving.path, metadata, [results], save_id)
         write_manifest(saving.path, _manifest(opened, parts, save_id, files))
         commit(saving, target)
-        done = True
-        discard(target, nonce)
     finally:
-        saving.close(remove=not done)
+        saving.remove()
 
 
 class _Planner(SavePlanner):
