@@ -27,12 +27,12 @@ from torch_shard.frontend.checkpoint import (
     all_parameters,
     by_name,
     load_optimizer_by_name,
+    make_durable,
     misfits_by_name,
     open_full,
     param_names,
     parameters_loaded,
     size_of,
-    sync,
 )
 
 from ..models.full_weights_in_hooks import known
@@ -144,7 +144,7 @@ def _put(new: Path, target: Path, safe: bool) -> None:
             (target / name).unlink()
     for name in names:
         os.replace(new / name, target / name)
-    sync(target)
+    make_durable(target)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_shard.frontend.checkpoint import exchange, hidden, sync, tidy
+from torch_shard.frontend.checkpoint import exchange, hidden, make_durable, tidy
 from torch_shard.log import logger
 
 from .._private import MixinBase
@@ -106,7 +106,7 @@ def swap(beside: Path, target: Path) -> None:
             os.rename(old, target)
             raise
         delete(old)
-    sync(target.parent)
+    make_durable(target.parent)
 
 
 def _previous(target: Path) -> Path:

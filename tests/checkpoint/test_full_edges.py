@@ -275,7 +275,7 @@ def test_metadata_with_any_bit_flipped_is_read_or_refused(tmp_path):
 
 def test_a_part_without_a_place_is_damage(tmp_path):
     dcp.save({"w": torch.randn(4)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    found = Checkpoint.open(tmp_path / "c", sizes=False)
+    found = Checkpoint.open(tmp_path / "c")
     found.metadata.storage_data.clear()
     with pytest.raises(CheckpointError, match="damaged or missing: w can't be read"):
         found.read({"w": torch.empty(4)}, ())

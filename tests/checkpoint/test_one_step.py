@@ -224,7 +224,7 @@ def killed(path: Path, count: int, seed: int, *arguments: str) -> None:
 def verified(target: Path) -> int:
     """Every byte of a checkpoint is as it was written; returns the step that it holds."""
     assert verify(target) == []
-    step: int = Checkpoint.open(target, sizes=True).read({}, ["extra"])["extra"]
+    step: int = Checkpoint.open(target).read({}, ["extra"])["extra"]
     return step
 
 

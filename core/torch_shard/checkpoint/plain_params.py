@@ -21,9 +21,7 @@ class _Named(nn.Module):
         super().__init__()
         self.__dict__["named"] = dict(named)  # not registered
 
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield from self.__dict__["named"].items()
 
 

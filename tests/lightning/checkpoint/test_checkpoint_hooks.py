@@ -277,7 +277,7 @@ def test_names_are_those_of_saves_that_are_waited_for(world_size, tmp_path):
             patch.setattr(sharded_save._Save, "write", functools.partialmethod(slowly, sharded_save._Save.write))
             t.fit(module, loader(world_size), loader(world_size, 1))
         t.strategy.barrier()
-        sizes = {path.name: Checkpoint.open(path, sizes=True).manifest is not None for path in folder.iterdir()}
+        sizes = {path.name: Checkpoint.open(path).manifest is not None for path in folder.iterdir()}
         paths = [os.path.basename(path) for path in (best.best_model_path, best.last_model_path, every.best_model_path)]
         scores = {os.path.basename(path): float(score) for path, score in best.best_k_models.items()}
         found.append((sorted(sizes.items()), paths, scores))

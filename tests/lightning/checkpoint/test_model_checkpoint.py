@@ -44,7 +44,7 @@ def is_whole(path: Path, form: str) -> bool:
     """Whether there is a checkpoint of this form, and nothing else."""
     if form == "full":
         return path.is_file() and "state_dict" in torch.load(path, weights_only=True)
-    return path.is_dir() and Checkpoint.open(path, sizes=True).manifest is not None
+    return path.is_dir() and Checkpoint.open(path).manifest is not None
 
 
 def names(folder: Path) -> list[str]:

@@ -30,11 +30,11 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...log import logger
 from .dcp_metadata import METADATA
-from .fileio import naming
+from .fileio import make_durable
 from .manifest import MANIFEST, read_manifest
 from .safetensors import INDEX, SINGLE, WEIGHTS
 
-__all__ = ["Saving", "commit", "discard", "exchange", "find", "hidden", "pattern", "prune", "sync", "tidy"]
+__all__ = ["Saving", "commit", "discard", "exchange", "find", "hidden", "pattern", "prune", "tidy"]
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|previous)-[0-9a-f]{16}")
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -103,7 +103,7 @@ def _make_parents(folder: Path) -> None:
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        sync(path.parent)
+        make_durable(path.parent)
 
 
 def _refuse_to_replace(target: Path) -> None:
@@ -117,19 +117,6 @@ def _refuse_to_replace(target: Path) -> None:
             f"{target} exists and holds no checkpoint ({', '.join(sorted(names)[:3])}), so it would be lost. Give another path, "
             "for example a directory inside it."
         )
-
-
-def sync(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        with naming(path):
-            os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems can't, and needn't
-            raise
-    finally:
-        os.close(fd)
 
 
 # -- to the target ----------------------------------------------------------------------------------------------------
@@ -147,7 +134,7 @@ def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None
     Raises:
         OSError: nothing has changed, or the new directory is in place and only its name may not be durable.
     """
-    sync(saving.path)
+    make_durable(saving.path)
     if not os.path.lexists(target):
         os.rename(saving.path, target)
     else:
@@ -163,7 +150,7 @@ def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None
                 os.rename(aside, target)
                 raise
             os.rename(aside, saving.path)
-    sync(target.parent)
+    make_durable(target.parent)
 
 
 def _take_along(target: Path, new: Path) -> None:

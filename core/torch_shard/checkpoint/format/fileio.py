@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
 
@@ -21,11 +22,14 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def make_durable(path: str | os.PathLike[str]) -> None:
-    """Have a file that is written and closed on the disk."""
+    """Have on the disk what was written to a file and closed, or the names in a directory."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         with naming(path):
             os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems can't, and needn't
+            raise
     finally:
         os.close(fd)
 

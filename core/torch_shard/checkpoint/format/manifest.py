@@ -86,11 +86,6 @@ class FileRecord:
         """Return the names of the entries that have some of the bytes ``[first, last)``."""
         return tuple(dict.fromkeys(i.name for i in self.items if i.start < last and i.start + i.length > first))
 
-    def item_at(self, position: int) -> Item | None:
-        """Return the item that a byte belongs to, padding behind it included."""
-        # Not sorted: a tied parameter's second name comes later, with the place of the first.
-        return max((i for i in self.items if i.start <= position), key=lambda i: i.start, default=None)
-
 
 @dataclass(frozen=True)
 class Manifest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import io
 import os
@@ -31,26 +32,21 @@ __all__ = ["Slot", "TorchFileWriter", "check_loadable", "first_line", "not_loada
 
 _REASON = "WeightsUnpickler error:"  # torch writes its reason behind it, between two pieces of advice
 _LARGE = 1 << 30  # bytes of values from which on a member's header has a field for sizes of 64 bits
-_HEADER, _WIDE, _FIELD = (
-    30,
-    20,
-    4,
-)  # bytes of a header without name and fields, of that field, and of one without content
+_HEADER = 30  # bytes of a member's header without its name and its fields
+_WIDE, _FIELD = 20, 4  # bytes of the field for sizes of 64 bits, and of a field without content
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
     """Stands for a row-major tensor in a structure. The same object at two places is one tensor with two names."""
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
+    shape: torch.Size
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
         return self.shape.numel() * self.dtype.itemsize
-
-    def __repr__(self) -> str:
-        return f"Slot({tuple(self.shape)}, {self.dtype})"
 
 
 class TorchFileWriter:
@@ -68,13 +64,13 @@ class TorchFileWriter:
 
     def __init__(self, path: str | os.PathLike[str], structure: Any) -> None:
         self.path = os.fspath(path)
-        found = _Structure(structure)
+        found = _Pickler(structure)
         self._missing = {id(slot): (number, slot) for number, slot in enumerate(found.slots)}
         self._file = open(self.path, "wb")  # noqa: SIM115 - closed by close or abandon
         self._archive = zipfile.ZipFile(self._file, "w")
         try:
             with naming(self.path):
-                _write_small(self._archive, found.pickle)
+                _write_small(self._archive, found.content)
             for slot, tensor in found.real:
                 self.write(slot, tensor)
         except BaseException:
@@ -156,7 +152,7 @@ def check_loadable(value: Any, what: str) -> None:
     try:
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
-            _write_small(archive, _Structure(value, trial=True).pickle)
+            _write_small(archive, _Pickler(value, trial=True).content)
         file.seek(0)
         with torch.serialization.skip_data():
             torch.load(file, weights_only=True)
@@ -212,38 +208,6 @@ def _write_small(archive: zipfile.ZipFile, pickled: bytes) -> None:
         archive.writestr(zipfile.ZipInfo(f"archive/{name}"), content)
 
 
-class _Structure:
-    """The pickle of a structure, and the slots in it in the order of their numbers.
-
-    With `trial` each tensor has one element of memory only, however large it is.
-    """
-
-    def __init__(self, structure: Any, trial: bool = False) -> None:
-        self.slots: list[Slot] = []
-        self.real: list[tuple[Slot, torch.Tensor]] = []
-        self._numbers: dict[int, int] = {}
-        self._same: dict[Any, Slot] = {}
-        file = io.BytesIO()
-        _Pickler(file, self, trial).dump(structure)
-        self.pickle = file.getvalue()
-
-    def number(self, slot: Slot) -> int:
-        """Return the number of a slot's values in the archive; a slot that is new gets the next."""
-        number = self._numbers.setdefault(id(slot), len(self.slots))
-        if number == len(self.slots):
-            self.slots.append(slot)
-        return number
-
-    def slot_of(self, tensor: torch.Tensor) -> Slot:
-        """Return a slot for a real tensor; tensors that share their memory share a slot."""
-        key = memory_key(tensor)
-        found = self._same.get(key) if tensor.numel() else None
-        if found is None:
-            found = self._same[key] = Slot(tensor.shape, tensor.dtype)
-            self.real.append((found, tensor.detach()))
-        return found
-
-
 class _Values:
     """Stands for a tensor's memory in a pickle."""
 
@@ -252,9 +216,25 @@ class _Values:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, found: _Structure, trial: bool) -> None:
+    """Pickles a structure.
+
+    Attributes:
+        content: the pickle.
+        slots: those in the structure, in the order of their numbers.
+        real: real tensors in the structure, with the slots that were made for them.
+    """
+
+    def __init__(self, structure: Any, trial: bool = False) -> None:
+        """Pickle `structure`. With `trial` each tensor has one element of memory only, however large it is."""
+        file = io.BytesIO()
         super().__init__(file, protocol=2)
-        self.found, self.trial = found, trial
+        self.slots: list[Slot] = []
+        self.real: list[tuple[Slot, torch.Tensor]] = []
+        self._numbers: dict[int, int] = {}
+        self._same: dict[Any, Slot] = {}
+        self._trial = trial
+        self.dump(structure)
+        self.content = file.getvalue()
 
     def persistent_id(self, obj: Any) -> Any:
         return obj.pid if isinstance(obj, _Values) else None
@@ -263,7 +243,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, Slot):
             return self._reduced(obj)
         if type(obj) in (torch.Tensor, nn.Parameter) and obj.layout == torch.strided and not obj.is_quantized:
-            slot = self.found.slot_of(obj)
+            slot = self._slot_of(obj)
             if type(obj) is nn.Parameter:
                 return torch._utils._rebuild_parameter, (slot, obj.requires_grad, collections.OrderedDict())
             return self._reduced(slot)
@@ -271,14 +251,26 @@ class _Pickler(pickle.Pickler):
             raise CheckpointError("it holds a tensor of a class or layout of its own; save a plain dense one.")
         return NotImplemented  # a ShardTensor refuses by itself, with the remedy
 
+    def _slot_of(self, tensor: torch.Tensor) -> Slot:
+        """Return a slot for a real tensor; tensors that share their memory share a slot."""
+        key = memory_key(tensor)
+        found = self._same.get(key) if tensor.numel() else None
+        if found is None:
+            found = self._same[key] = Slot(tensor.shape, tensor.dtype)
+            self.real.append((found, tensor.detach()))
+        return found
+
     def _reduced(self, slot: Slot) -> Any:
         """Return what makes a slot's tensor: as for an empty tensor of its dtype, with other memory, shape and strides."""
         function, (storage, offset, _shape, _stride, *rest) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
-        numel = 1 if self.trial else slot.shape.numel()
+        number = self._numbers.setdefault(id(slot), len(self.slots))
+        if number == len(self.slots):
+            self.slots.append(slot)
+        numel = 1 if self._trial else slot.shape.numel()
         kind = torch.UntypedStorage  # of newer dtypes, with a size in bytes
         if isinstance(storage, torch.TypedStorage):
             kind = getattr(torch, storage._pickle_storage_type())
         size = numel * slot.dtype.itemsize if kind is torch.UntypedStorage else numel
-        values = _Values(("storage", kind, str(self.found.number(slot)), "cpu", size))
-        stride = (0,) * len(slot.shape) if self.trial else contiguous_stride(slot.shape)
+        values = _Values(("storage", kind, str(number), "cpu", size))
+        stride = (0,) * len(slot.shape) if self._trial else contiguous_stride(slot.shape)
         return function, (values, offset, tuple(slot.shape), stride, *rest)

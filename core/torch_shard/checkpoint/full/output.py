@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..format.atomic_directory import Saving, commit, discard, sync
+from ..format.atomic_directory import Saving, commit, discard
 from ..format.dcp_metadata import METADATA
+from ..format.fileio import make_durable
 from ..format.manifest import MANIFEST
 from ..format.safetensors import WEIGHTS, SafetensorsWriter
 from ..format.torch_file import TorchFileWriter
@@ -94,7 +95,7 @@ def safetensors_output(
                 _replace(saving.path / single, target)
             else:
                 commit(saving, target, _keep_others)
-                discard(target, nonce)
+                discard(target, nonce)  # here, while the other ranks wait
 
         yield Output(writer.write, finish)
 
@@ -106,12 +107,12 @@ def _beside(target: Path, nonce: str, refuse: Callable[[Path], None]) -> Iterato
     try:
         yield saving
     finally:
-        saving.close(remove=True)
+        saving.remove()
 
 
 def _replace(file: Path, target: Path) -> None:
     os.replace(file, target)
-    sync(target.parent)
+    make_durable(target.parent)
 
 
 # -- what is at the target --------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA, load_metadata
 from ..format.manifest import MANIFEST, SAVE_ID, Manifest, read_manifest
 from ..format.torch_file import not_trusted
-from .reader import CheckedFile, check_sizes, read_items
+from .reader import CheckedFile, read_items
 
 __all__ = ["Checkpoint"]
 
@@ -47,12 +47,8 @@ class Checkpoint:
     fingerprint: int
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], sizes: bool) -> Checkpoint:
-        """Read what a checkpoint says of itself. Not collective.
-
-        Args:
-            path: of the directory.
-            sizes: compare the sizes of all its files with the manifest.
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read what the checkpoint in a directory says of itself. Not collective.
 
         Raises:
             CheckpointError: there is none, it is damaged, or a newer version wrote it.
@@ -64,8 +60,6 @@ class Checkpoint:
             )
         manifest = read_manifest(folder)
         if manifest is not None:
-            if sizes:
-                check_sizes(folder, manifest)
             record = manifest.files[METADATA]
             raw = bytearray(record.size)
             CheckedFile(folder, METADATA, record).read(0, record.size, memoryview(raw))

@@ -43,7 +43,7 @@ def load(
     """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
     if is_full(path):  # ranks that see different things fail together: both ways begin with the same comparison
         return load_full(engine, path, optimizer, dtype=dtype, models=models)
-    return _load(engine, path, lambda: sources_of(engine, models), lambda sources: sources, optimizer, dtype, True)
+    return _load(engine, path, lambda: sources_of(engine, models), None, optimizer, dtype, True)
 
 
 @uncollected()
@@ -66,21 +66,19 @@ def load_contents(
         named: the models after which the optimizers' parameters are named; `sources` by default.
         strict: missing and unexpected entries of models are errors.
     """
-    known = sources if named is None else named
-    return _load(engine, path, lambda: list(sources), lambda _: known, optimizer, dtype, strict)
+    return _load(engine, path, lambda: list(sources), named, optimizer, dtype, strict)
 
 
 def _load(
     engine: Any,
     path: str | os.PathLike[str],
     models: Callable[[], list[Source]],
-    named: Callable[[list[Source]], Sequence[Source]],
+    named: Sequence[Source] | None,
     optimizer: Any,
     dtype: torch.dtype | None,
     strict: bool,
 ) -> Any:
     runtime, what = engine._runtime, "engine.load"
-    me = runtime.collectives.world_rank
 
     def prepare() -> _Load:
         engine.finish_saving()
@@ -88,8 +86,8 @@ def _load(
         sources = models()
         for source in sources:
             model_state.refuse_inside(source.runtime, what)
-        checkpoint = Checkpoint.open(path, sizes=me == 0)
-        return _Load(checkpoint, sources, named(sources), Optimizers.of(optimizer), dtype, strict)
+        checkpoint = Checkpoint.open(path)
+        return _Load(checkpoint, sources, named or sources, Optimizers.of(optimizer), dtype, strict)
 
     work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype, strict))
     nonce = broadcast(runtime, secrets.token_hex(8), what)

@@ -84,10 +84,9 @@ def read_contents(
         StateDictError: on all ranks: several of `models` are not in it by name, or `optimizers` hold parameters of others.
     """
     runtime, what = engine._runtime, "reading a checkpoint"
-    first = runtime.collectives.world_rank == 0
 
     def prepare() -> _Reading:
-        checkpoint = Checkpoint.open(path, sizes=first)
+        checkpoint = Checkpoint.open(path)
         return _Reading(checkpoint, _sources(checkpoint, engine, models), optimizers, named_state, unpickle)
 
     work = each(runtime, what, prepare, key=lambda found: found.checkpoint.fingerprint)

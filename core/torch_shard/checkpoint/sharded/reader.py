@@ -27,47 +27,22 @@ from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
 from ..format.mmap_buffer import bytes_of
 
-__all__ = ["CheckedFile", "check_sizes", "read_items"]
-
-
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise if a file is missing or has another size than it was written with. Not collective."""
-    problems = []
-    for name, record in manifest.files.items():
-        try:
-            size = os.stat(folder / name).st_size
-        except FileNotFoundError:
-            problems.append(f"{name} is missing, with {_contents(record)}")
-            continue
-        if size != record.size:
-            cut = record.item_at(size) if size < record.size else None
-            where = f", so that {cut.name} and what follows it are lost" if cut is not None else ""
-            problems.append(f"{name} has {size} bytes, and was written with {record.size}{where}")
-    if problems:
-        raise CheckpointError(
-            f"{folder} is damaged, so nothing was loaded: {'; '.join(problems)}. Load an earlier checkpoint."
-        )
-
-
-def _contents(record: FileRecord) -> str:
-    return some(record.names_in(0, record.size), "DCP's metadata")
+__all__ = ["CheckedFile", "read_items"]
 
 
 class CheckedFile:
-    """One file of a checkpoint, of which :meth:`read` gives only bytes that are as they were written.
+    """One file of a checkpoint, of which :meth:`read` gives only bytes that are as they were written."""
 
-    With `by_crc` only CRCs are compared, since they cover the whole file.
-    """
-
-    def __init__(self, folder: Path, name: str, record: FileRecord, by_crc: bool = False) -> None:
-        self.folder, self.name, self.record, self._by_crc = folder, name, record, by_crc
+    def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
+        self.folder, self.name, self.record = folder, name, record
         self._positions = [position for position, _ in record.marks]
         self._scratch = bytearray()
         try:
             self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
+            held = some(record.names_in(0, record.size), METADATA)
             raise CheckpointError(
-                f"{folder / name} is missing, with {_contents(record)}, so nothing was loaded. Load an earlier checkpoint."
+                f"{folder / name} is missing, with {held}, so nothing was loaded. Load an earlier checkpoint."
             ) from error
         self.close = weakref.finalize(self, os.close, self._fd)
         if hasattr(os, "posix_fadvise"):  # the disk reads ahead while a block is verified
@@ -101,7 +76,7 @@ class CheckedFile:
 
     def _check(self, i: int, block: memoryview) -> None:
         (first, crc), (last, expected) = self.record.marks[i : i + 2]
-        known = None if self._by_crc else self.record.sum_of(i)
+        known = self.record.sum_of(i)
         found = None if known is None else block_sum(block)
         good = zlib.crc32(block, crc) == expected if found is None else found == known
         if not good:
@@ -123,8 +98,8 @@ class CheckedFile:
     def _damaged(self, first: int, last: int) -> CheckpointError:
         what = ", ".join(self.record.names_in(first, last)) or "no parameter"
         return CheckpointError(
-            f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, differ from what was written "
-            "(checksum). Nothing was loaded. Load an earlier checkpoint."
+            f"{self.folder / self.name} is damaged: bytes [{first}, {last}), which hold {what}, are missing or differ from what "
+            "was written (checksum). Nothing was loaded. Load an earlier checkpoint."
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.utils._pytree import tree_leaves
 
 from ...comm.collective_steps import broadcast, each
 from ...errors import CheckpointError
@@ -47,17 +48,13 @@ class SavePlanner(DefaultSavePlanner):
         return hashlib.sha256(repr(names).encode()).digest()
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        seen: set[str] = set()
+        writers: dict[str, int] = {}  # of what is not sharded
         plans = []
-        for plan in all_plans:
-            mine: list[WriteItem] = []
-            for item in plan.items:
-                if item.type == WriteItemType.SHARD:
-                    mine.append(item)
-                elif item.index.fqn not in seen:
-                    seen.add(item.index.fqn)
-                    mine.append(item)
-            plans.append(dataclasses.replace(plan, items=mine))
+        for rank, plan in enumerate(all_plans):
+            items = [
+                i for i in plan.items if i.type == WriteItemType.SHARD or writers.setdefault(i.index.fqn, rank) == rank
+            ]
+            plans.append(dataclasses.replace(plan, items=items))
         chosen, metadata = super().create_global_plan(plans)
         # Entries in the order of the state dicts, not by who writes them: optimizers' steps may depend on that of their state.
         paths: dict[str, Any] = {}
@@ -94,7 +91,7 @@ def _expressible(value: Any, path: tuple[str, ...]) -> Any:
             return _Object({})
         if all(isinstance(key, str) for key in value):
             return {key: _expressible(child, (*path, key)) for key, child in value.items()}
-        if any(True for _ in shards_in(value)):
+        if any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(value)):
             odd = next(key for key in value if not isinstance(key, str))
             raise CheckpointError(
                 f"{'.'.join(path)} has the key {odd!r}, and sharded tensors: such entries are saved by name, so that their keys "
@@ -115,18 +112,6 @@ def _is_value(path: tuple[str, ...]) -> bool:
     if path[0] != OPTIMIZER:
         return True
     return "state" in path[1:-2] or "param_groups" in path[1:-2]
-
-
-def shards_in(value: Any) -> Iterator[ShardTensor]:
-    """Yield the ShardTensors within nested containers."""
-    if isinstance(value, ShardTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from shards_in(child)
-    elif isinstance(value, (list, tuple)):
-        for child in value:
-            yield from shards_in(child)
 
 
 def _object_bytes(name: str, value: Any) -> io.BytesIO:

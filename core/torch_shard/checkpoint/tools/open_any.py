@@ -68,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
         OSError: it can't be read.
     """
     target = find(path)
-    return _sharded(Checkpoint.open(target, sizes=False)) if kind_of(target) == "sharded" else _full(target)
+    return _sharded(Checkpoint.open(target)) if kind_of(target) == "sharded" else _full(target)
 
 
 # -- directories of torch.distributed.checkpoint ----------------------------------------------------------------------

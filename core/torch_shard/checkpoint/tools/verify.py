@@ -85,7 +85,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
         manifest = read_manifest(target)
         for name, record in manifest.files.items() if manifest is not None else ():
             found += _checksums(target, name, record, progress)
-        checkpoint = Checkpoint.open(target, sizes=False)
+        checkpoint = Checkpoint.open(target)
     except CheckpointError as error:
         if "Upgrade" in str(error):
             raise
@@ -106,7 +106,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 
     try:
         size = os.stat(folder / name).st_size
-        file = CheckedFile(folder, name, record, by_crc=True)
+        file = CheckedFile(folder, name, record)
     except (CheckpointError, FileNotFoundError):
         names = record.names_in(0, record.size)
         yield Problem(name, names, f"it is missing, with {some(names)}")
