@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import io
 import os
@@ -60,7 +61,7 @@ def test_conjugates_are_no_tied_tensors(tmp_path):
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
     assert found["x"].data_ptr() == found["same"].data_ptr()
-    with TorchFileWriter(tmp_path / "small.pt", views()):
+    with contextlib.closing(TorchFileWriter(tmp_path / "small.pt", views())):
         pass
     found = torch.load(tmp_path / "small.pt", weights_only=True)
     copies = Staging().snapshot(list(views().values()))

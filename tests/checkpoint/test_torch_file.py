@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ DTYPES = [
 def written(path: Path, values: Any) -> Any:
     """Write a list of tensors, the last one first; what plain torch loads."""
     slots = [Slot(value.shape, value.dtype) for value in values]
-    with TorchFileWriter(path, slots) as writer:
+    with contextlib.closing(TorchFileWriter(path, slots)) as writer:
         for slot, value in reversed(list(zip(slots, values, strict=True))):
             writer.write(slot, value)
     return torch.load(path, weights_only=True)
@@ -72,7 +73,7 @@ def test_structures_keep_their_kinds_and_attributes(tmp_path):
         "list": [1, (2.5, "x", None, True), {3: b"raw"}, set()],
         "real": [real, real, real.view(3, 1), torch.eye(3).to_sparse(), nn.Parameter(torch.ones(2))],
     }
-    with TorchFileWriter(tmp_path / "c.pt", contents) as writer:
+    with contextlib.closing(TorchFileWriter(tmp_path / "c.pt", contents)) as writer:
         writer.write(slot, torch.ones(2))
     found = torch.load(tmp_path / "c.pt", weights_only=True)
     assert type(found["model"]) is collections.OrderedDict and found["model"]._metadata == {"": {"version": 1}}
@@ -121,7 +122,7 @@ def test_more_than_four_gigabytes(tmp_path, monkeypatch):
     """Sizes and places that need 64 bits."""
     large, last = torch.Size(((1 << 32) // 4 + 16,)), torch.arange(5.0)
     slots = [Slot(shape, torch.float32) for shape in (last.shape, large, last.shape, last.shape)]
-    with TorchFileWriter(tmp_path / "c.pt", slots) as writer:
+    with contextlib.closing(TorchFileWriter(tmp_path / "c.pt", slots)) as writer:
         for slot in slots:
             # What is untouched takes no memory.
             writer.write(slot, last if slot.shape == last.shape else torch.empty(large))

@@ -78,10 +78,6 @@ class FileRecord:
         """The items by name and offsets."""
         return {(item.name, item.offsets): item for item in self.items}
 
-    def sum_of(self, block: int) -> str | None:
-        """Return the faster checksum of the bytes from a mark to the next one, if there is one."""
-        return self.sums[block] if block < len(self.sums) else None
-
     def names_in(self, first: int, last: int) -> tuple[str, ...]:
         """Return the names of the entries that have some of the bytes ``[first, last)``."""
         return tuple(dict.fromkeys(i.name for i in self.items if i.start < last and i.start + i.length > first))
@@ -136,41 +132,41 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    version, by = 0, "?"
     try:
         outer = json.loads(raw)
         inner = outer["manifest"]
         if inner["format"] != FORMAT:
             raise ValueError(f"its format is {inner['format']!r}")
-        version = int(inner["version"])
+        version, by = int(inner["version"]), inner.get("torch_shard", by)
+        if version <= VERSION:
+            return _manifest_of(raw, outer["crc32"], inner)
     except Exception as error:
         raise CheckpointError(
             f"{path} is damaged or no manifest of this package's ({type(error).__name__}: {error}). Load an earlier checkpoint."
         ) from error
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path} has format version {version}, written by torch-shard-engine {inner.get('torch_shard', '?')}; this is "
-            f"{__version__}, which reads up to version {VERSION}. Upgrade torch-shard-engine."
+    raise CheckpointError(
+        f"{path} has format version {version}, written by torch-shard-engine {by}; this is {__version__}, which reads up to "
+        f"version {VERSION}. Upgrade torch-shard-engine."
+    )
+
+
+def _manifest_of(raw: bytes, crc: str, inner: dict[str, Any]) -> Manifest:
+    # The text itself, since a dump of what was read need not give the same one.
+    body = raw[raw.index(b'"manifest":') + len(b'"manifest":') : raw.rindex(b"}")]
+    if f"{zlib.crc32(body):08x}" != crc:
+        raise ValueError("its checksum differs")
+    files = {
+        name: FileRecord(
+            record["size"],
+            record["crc32"],
+            tuple((position, crc) for position, crc in record["marks"]),
+            tuple(Item(n, o if o is None else tuple(o), *places) for n, o, *places in record["items"]),
+            tuple(record.get("sums", ())),
         )
-    try:
-        # The text itself, since a dump of what was read need not give the same one.
-        body = raw[raw.index(b'"manifest":') + len(b'"manifest":') : raw.rindex(b"}")]
-        if f"{zlib.crc32(body):08x}" != outer["crc32"]:
-            raise ValueError("its checksum differs")
-        files = {
-            name: FileRecord(
-                record["size"],
-                record["crc32"],
-                tuple((position, crc) for position, crc in record["marks"]),
-                tuple(Item(n, o if o is None else tuple(o), *places) for n, o, *places in record["items"]),
-                tuple(record.get("sums", ())),
-            )
-            for name, record in inner["files"].items()
-        }
-        lists = {name: tuple(inner.get(name, ())) for name in ("units", "parameters", "whole")}
-        # A later release may say more within one version.
-        known = {each.name: inner[each.name] for each in fields(Manifest) if each.name in inner}
-        return Manifest(**{**known, **lists, "files": files})
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}). Load an earlier checkpoint."
-        ) from error
+        for name, record in inner["files"].items()
+    }
+    lists = {name: tuple(inner.get(name, ())) for name in ("units", "parameters", "whole")}
+    # A later release may say more within one version.
+    known = {each.name: inner[each.name] for each in fields(Manifest) if each.name in inner}
+    return Manifest(**{**known, **lists, "files": files})

@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import zipfile
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class Slot:
 
 
 class TorchFileWriter:
-    """Writes one file. As a context manager it closes at the end, and after an exception leaves the file unfinished.
+    """A writer of one file, which is complete when :meth:`close` returns.
 
     Args:
         path: of the file, which is made anew.
@@ -125,18 +124,6 @@ class TorchFileWriter:
             self._file.close()
         with contextlib.suppress(ValueError):  # the file is closed, so that the archive can't complete it
             self._archive.close()
-
-    def __enter__(self) -> TorchFileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.close()
-        finally:
-            self.abandon()
 
 
 def check_loadable(value: Any, what: str) -> None:

@@ -143,20 +143,14 @@ class OptimizerLoad:
                     and id(p) not in self.elsewhere
                     and optimizer_state.is_cut(p, path[-1], leaf.shape)
                 )
-                live = self._own(p, path) if in_place else None
-                if live is not None and live.shape == leaf.shape and live.dtype == kept:
+                live = self.optimizer.state.get(p, {}).get(path[0]) if in_place and len(path) == 1 else None
+                fits = isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec)
+                if fits and live.shape == leaf.shape and live.dtype == kept:
                     found[leaf.name] = live
                 else:
                     found[leaf.name] = new_tensor(leaf, p if is_cut else None, kept)
         self.tensors = found
         return found
-
-    def _own(self, p: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return this rank's shard as the optimizer holds it now, if it is cut as the parameter is."""
-        live = self.optimizer.state.get(p, {}).get(path[0]) if len(path) == 1 else None
-        if isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec):
-            return live
-        return None
 
     def _dtype(
         self, p: Any, path: tuple[Any, ...], saved: torch.dtype, of_param: torch.dtype | None, asked: torch.dtype | None
