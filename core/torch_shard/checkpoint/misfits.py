@@ -1,4 +1,4 @@
-"""What of a checkpoint does not fit the live model and optimizers, as one error that lists all of it."""
+"""One error that lists everything in a checkpoint that does not fit the live model and optimizers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["check_dtype", "refuse_misfits", "wrong_dtype"]
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise where a dtype that models are converted to is not one of floats, or None."""
+    """Raise if the dtype that models are to be converted to is neither None nor a floating-point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}.")
 
 
 def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | None, where: str) -> list[str]:
-    """Return nothing where an entry has the live tensor's dtype, or a conversion to that was asked for; else what is wrong."""
+    """Return what is wrong with an entry's dtype: nothing if the live tensor has it, or `asked` is the live tensor's."""
     if not isinstance(live, torch.Tensor) or saved == live.dtype:
         return []
     both = saved.is_floating_point and live.is_floating_point()
@@ -32,7 +32,7 @@ def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | N
 
 
 def refuse_misfits(path: Path, missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> None:
-    """Raise where anything does not fit, with all of it."""
+    """Raise if anything is missing, unexpected or otherwise wrong, with all of it in one error."""
     lines = misfit_lines(missing, unexpected, problems)
     if lines:
         raise StateDictError(

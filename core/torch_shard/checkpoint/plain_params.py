@@ -1,4 +1,4 @@
-"""Names for all parameters that an optimizer may hold: those of several sharded models, and of none."""
+"""Names for all parameters that an optimizer may hold, of several sharded models and of none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["all_parameters", "plain_source"]
 
 
 class _Named(nn.Module):
-    """Stands for a model where only the names of parameters are asked for, and owns none of them."""
+    """A proxy for a model of which only the parameters' names are needed; it does not own the parameters."""
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _Named(nn.Module):
 
 
 def plain_source(prefix: str, named: Mapping[str, torch.Tensor]) -> Source:
-    """Return parameters that belong to no sharded model, by name, as a source of names."""
+    """Return a source for parameters that belong to no sharded model, by name."""
     without_units: Any = SimpleNamespace(units=())
     return Source((), prefix, _Named(named), without_units)
 

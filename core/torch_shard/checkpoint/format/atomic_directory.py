@@ -83,7 +83,7 @@ class Saving:
 
 
 def hidden(target: Path, nonce: str) -> Path:
-    """Return where a checkpoint is written."""
+    """Return the hidden directory in which a checkpoint is written."""
     return target.parent / f".{target.name}.saving-{nonce}"
 
 
@@ -99,7 +99,7 @@ def _refuse_working_directory(target: Path) -> None:
 
 
 def _make_parents(folder: Path) -> None:
-    """Make a directory and those above it, durably."""
+    """Make a directory and those above it, and have their names on the disk."""
     missing = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -154,7 +154,7 @@ def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None
 
 
 def _take_along(target: Path, new: Path) -> None:
-    """Move what is no part of a checkpoint, and has come while the new one was written, into that."""
+    """Move into the new directory what is no part of a checkpoint: it has come while the new one was written."""
     if target.is_dir() and not target.is_symlink():
         names = os.listdir(target)
         if MANIFEST not in names and METADATA not in names:
@@ -164,12 +164,12 @@ def _take_along(target: Path, new: Path) -> None:
 
 
 def discard(target: Path, nonce: str) -> None:
-    """Delete what was at the target before a commit. To be called by the process that committed."""
+    """Delete what was at the target before a commit. Call it in the process that committed."""
     _delete(hidden(target, nonce))
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names; False where the system can't."""
+    """Exchange two names in one step; return False if the system can't."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):

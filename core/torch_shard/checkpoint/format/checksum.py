@@ -23,7 +23,7 @@ _WORD, _ROW = 8, 512
 
 
 def block_sum(block: memoryview) -> str | None:
-    """Return the digest of at least :data:`SMALLEST` bytes, 16 hexadecimal digits; None where the machine is big-endian.
+    """Return the digest of at least :data:`SMALLEST` bytes, 16 hexadecimal digits; None on a big-endian machine.
 
     Args:
         block: writable bytes, which are not changed.

@@ -1,4 +1,4 @@
-"""The parts of a tensor in a sharded checkpoint."""
+"""The chunks of a tensor in a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["covers"]
 
 
 def covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return True if boxes make up a shape, each element in exactly one."""
+    """Return True if each element of a tensor of this shape lies in exactly one chunk."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     if any(len(offsets) != len(size) for offsets, _ in boxes):
         return False

@@ -1,4 +1,4 @@
-"""What this package needs of torch.distributed.checkpoint beyond its public interface, in one place.
+"""DCP's metadata, and what else this package needs of torch.distributed.checkpoint beyond its public interface.
 
 Tested with torch 2.11 and 2.13.
 """
@@ -58,7 +58,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """The metadata is a pickle, which could call any function: only DCP's own classes are let through."""
+    """An unpickler that finds DCP's own classes alone, since a pickle could call any function."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
         super().__init__(file)
@@ -113,7 +113,7 @@ def load_metadata(file: IO[bytes], path: str) -> Metadata:
 
 
 def _check(found: Metadata) -> None:
-    """Look at what reading needs: unpickled objects may have any attributes, or lack some."""
+    """Raise if an attribute that reading needs is missing or wrong: unpickled objects may have any attributes."""
     if not isinstance(found, Metadata) or not isinstance(found.storage_meta, StorageMeta | None):
         raise TypeError(f"{type(found).__name__} in place of DCP's metadata")
     for name, entry in found.state_dict_metadata.items():
@@ -138,7 +138,7 @@ def _check(found: Metadata) -> None:
 
 
 def _restored(cls: type, attributes: dict[str, Any]) -> bool:
-    """Undo what a pickle did to a class, which it can name in place of an object; whether there was anything."""
+    """Undo what a pickle did to a class, which it can name in place of an object; return True if it did anything."""
     now = dict(vars(cls))
     different = [name for name in now.keys() | attributes.keys() if now.get(name, cls) is not attributes.get(name, cls)]
     for name in different:

@@ -1,4 +1,4 @@
-"""Files that are written by their descriptor, and names in messages: what goes wrong names the file."""
+"""Durable files, and the names of files and entries in messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["make_durable", "naming", "some"]
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Give an OSError from inside the file's name: the system knows only a number, and a full disk may be one of several."""
+    """Add the file's name to an OSError from the body: the system gives a number only, and a full disk may be one of several."""
     try:
         yield
     except OSError as error:
@@ -22,7 +22,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def make_durable(path: str | os.PathLike[str]) -> None:
-    """Have on the disk what was written to a file and closed, or the names in a directory."""
+    """Flush a closed file, or the names in a directory, to the disk."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     try:
         with naming(path):
@@ -35,5 +35,5 @@ def make_durable(path: str | os.PathLike[str]) -> None:
 
 
 def some(names: Sequence[str], none: str = "no entry") -> str:
-    """Return the first names of many, for a message."""
+    """Return the first of `names` and how many more there are, for a message."""
     return (", ".join(names[:3]) or none) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, written last.
+"""The manifest of a sharded checkpoint, ``manifest.json``, which is written last.
 
 A directory with this file is a complete checkpoint. It holds the versions and the plan that the checkpoint was made with, a table
 of the parameters, and for every file its size and checksums::
@@ -64,8 +64,14 @@ class Item:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: its bytes, the running CRC-32 at some positions (the last one at the end), what lies in it, and the faster
-    checksums of what is between the marks, by the number of the mark before, where there are any."""
+    """One file.
+
+    Attributes:
+        size, crc32: of the whole file.
+        marks: positions, with the running CRC-32 up to each. The last position is the end.
+        items: the entries in the file.
+        sums: the faster checksum of each block between two marks, None for a small block; empty if there are none.
+    """
 
     size: int
     crc32: int
@@ -85,7 +91,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module's docstring. ``files`` has every file of the checkpoint but the manifest."""
+    """What a manifest says; see the module's docstring. ``files`` has every file of the checkpoint but the manifest."""
 
     id: str
     world_size: int

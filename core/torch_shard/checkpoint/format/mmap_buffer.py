@@ -26,7 +26,7 @@ def buffer(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a row-major copy on the CPU, converted to `dtype` where one is given."""
+    """Return a row-major copy on the CPU, converted to `dtype` if one is given."""
     dtype = tensor.dtype if dtype is None else dtype
     own = buffer(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
     return own.copy_(tensor.detach())

@@ -72,7 +72,7 @@ def size_of(given: int | str, what: str = "max_shard_size") -> int:
 
 
 class SafetensorsWriter:
-    """Writes one model into a folder that exists, file by file.
+    """A writer of one model into a folder that exists, file by file.
 
     Args:
         folder: where the files go.
@@ -119,7 +119,7 @@ class SafetensorsWriter:
                 ) from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor, and write the file that it completes. In the order of the entries, each once.
+        """Copy a tensor, and write the file that it completes. Call it once for each entry, file after file.
 
         Raises:
             ConfigError: it is not this tensor's turn, or it has another shape or dtype.
@@ -146,7 +146,7 @@ class SafetensorsWriter:
         make_durable(path)
 
     def finish(self) -> None:
-        """Write what is left: the index, or the only file of a model without entries.
+        """Write the index, if there are several files, or the only file of a model without entries.
 
         Raises:
             ConfigError: some entries were not written.
@@ -170,7 +170,7 @@ class SafetensorsWriter:
 def _divided(
     entries: Mapping[str, tuple[torch.Size, torch.dtype]], limit: int, single: str | None
 ) -> dict[str, list[str]]:
-    """Return the names of the files, and of the entries in each."""
+    """Return the names of the entries in each file."""
     if single is not None:
         return {single: list(entries)}
     parts: list[list[str]] = [[]]

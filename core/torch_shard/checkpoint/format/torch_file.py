@@ -1,4 +1,4 @@
-"""One file as ``torch.save`` writes it, with many tensors whose values come one by one and are never together in memory.
+"""A writer of files as ``torch.save`` writes them, for tensors that come one by one and are never together in memory.
 
 The file is a zip archive, written by the standard library. Its pickle follows from shapes and dtypes alone, so it is written
 first, with :class:`Slot` objects where tensors will be. Each tensor's values are a member of their own, in the order in which
@@ -37,14 +37,14 @@ _WIDE, _FIELD = 20, 4  # bytes of the field for sizes of 64 bits, and of a field
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
-    """Stands for a row-major tensor in a structure. The same object at two places is one tensor with two names."""
+    """A placeholder for a row-major tensor in a structure. The same object at two places is one tensor with two names."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
+        """The number of bytes of the values."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -119,7 +119,7 @@ class TorchFileWriter:
             os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
-        """Close the file as it is: it can't be loaded."""
+        """Close the file as it is, so that it can't be loaded; do nothing after :meth:`close`."""
         with contextlib.suppress(OSError):  # what is in the buffer may not fit on the disk
             self._file.close()
         with contextlib.suppress(ValueError):  # the file is closed, so that the archive can't complete it
@@ -127,7 +127,7 @@ class TorchFileWriter:
 
 
 def check_loadable(value: Any, what: str) -> None:
-    """Raise for objects in nested values that ``torch.load(weights_only=True)`` would refuse. Tensors' values are not looked at.
+    """Raise if nested values hold an object that ``torch.load(weights_only=True)`` would refuse. Tensors' values are not read.
 
     Args:
         value: as for :class:`TorchFileWriter`.
@@ -148,7 +148,7 @@ def check_loadable(value: Any, what: str) -> None:
 
 
 def not_loadable(what: str, error: Exception) -> CheckpointError:
-    """Return the error for what torch's loader would not let through again."""
+    """Return the error for an object that torch's loader would refuse."""
     return CheckpointError(
         f"{what} can't be saved: {type(error).__name__}: {refused(error)}. Checkpoints hold tensors, numbers, strings, lists, "
         "tuples and dicts, since unpickling anything else can run code. Convert it (vars(namespace), value.item()), or allow its "
@@ -157,7 +157,7 @@ def not_loadable(what: str, error: Exception) -> CheckpointError:
 
 
 def not_trusted(what: str, error: Exception) -> CheckpointError:
-    """Return the error for what torch's loader does not let through."""
+    """Return the error for an object in a file that torch's loader refuses."""
     return CheckpointError(
         f"{what} was refused and nothing was loaded, since unpickling it could run code: {refused(error)}. If you trust the "
         "file, allow the class with torch.serialization.add_safe_globals([Class]) and load again."
@@ -165,7 +165,7 @@ def not_trusted(what: str, error: Exception) -> CheckpointError:
 
 
 def refused(error: Exception) -> str:
-    """Return what torch's loader did not let through, out of its long advice."""
+    """Return the line of a loader's long advice that names what was refused."""
     lines = [line.strip() for line in str(error).splitlines()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     named += str(error).partition(_REASON)[2].strip().splitlines()[:1]
@@ -179,7 +179,7 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def _small_members() -> dict[str, bytes]:
-    """Return what torch.save writes beside pickle and values.
+    """Return the members that torch.save writes beside the pickle and the values.
 
     Without ``.format_version``, which tells torch that it may compute where values are instead of looking
     (``torch.utils.serialization.config.load.calculate_storage_offsets``).
@@ -196,14 +196,14 @@ def _write_small(archive: zipfile.ZipFile, pickled: bytes) -> None:
 
 
 class _Values:
-    """Stands for a tensor's memory in a pickle."""
+    """A placeholder for a tensor's memory in a pickle."""
 
     def __init__(self, pid: tuple[Any, ...]) -> None:
         self.pid = pid
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a structure.
+    """A pickler of one structure.
 
     Attributes:
         content: the pickle.
@@ -248,7 +248,7 @@ class _Pickler(pickle.Pickler):
         return found
 
     def _reduced(self, slot: Slot) -> Any:
-        """Return what makes a slot's tensor: as for an empty tensor of its dtype, with other memory, shape and strides."""
+        """Reduce a slot as an empty tensor of its dtype is reduced, but with other memory, shape and strides."""
         function, (storage, offset, _shape, _stride, *rest) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
         number = self._numbers.setdefault(id(slot), len(self.slots))
         if number == len(self.slots):

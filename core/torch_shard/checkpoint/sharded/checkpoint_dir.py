@@ -1,4 +1,4 @@
-"""An existing sharded checkpoint: what it says of itself, and reading its entries, verified where it has a manifest."""
+"""An existing sharded checkpoint, whose entries are verified when they are read if it has a manifest."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Checkpoint:
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's planner, with an unpickler that may be one that runs no code."""
+    """torch's load planner, with another unpickler: torch's own would run code."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Iterable[str], unpickle: Unpickle) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -1,14 +1,14 @@
-"""What goes into a checkpoint, and under which names: those that torch's own tools use.
+"""The contents of a checkpoint, under the names that torch's own tools use.
 
 ::
 
     model.<parameter or buffer>                    as model.state_dict() has it
     optimizer.state.<parameter>.<key>              as torch's get_optimizer_state_dict names it
     optimizer.param_groups.<number>.<setting>      "params" are names
-    optimizer.other_state                          what the optimizer keeps of no parameter, as one object
+    optimizer.other_state                          state that belongs to no parameter, as one object
     optimizer.<name>.state..., models.<name>....   where there are several
     extra                                          one object
-    sliced.<number>.<parameter>                    what front ends have of such objects that is cut as a parameter is
+    sliced.<number>.<parameter>                    a ShardTensor in front ends' objects, cut as the parameter is
 
 torch.distributed.checkpoint.load into the state dicts of an unsharded or an FSDP2 model finds the first three.
 """
@@ -85,7 +85,7 @@ def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The optimizers of a checkpoint: each with its path. Several of one path are stored as one, as torch does it."""
+    """The optimizers of a checkpoint, each with its path. Several optimizers of one path are stored as one, as torch does it."""
 
     entries: tuple[tuple[tuple[str, ...], tuple[torch.optim.Optimizer, ...]], ...]
 
@@ -139,7 +139,7 @@ def param_names(sources: Sequence[Source], optimizer: Any) -> dict[int, str]:
 
 
 def optimizer_state(sources: Sequence[Source], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return state and groups by parameter name; sharded as it is, and this rank's only. Not collective."""
+    """Return this rank's state, sharded as it is, and the groups, by parameter name. Not collective."""
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     other: list[tuple[int, Any, Any]] = []

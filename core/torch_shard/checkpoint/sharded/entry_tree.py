@@ -1,4 +1,4 @@
-"""The entries of a sharded checkpoint as a tree, and what is what in it, whoever wrote it.
+"""The entries of a sharded checkpoint as a tree, and where models and optimizers are in it, whoever wrote it.
 
 This package, FSDP2, DDP, plain torch with DCP and torchtitan differ in where the model is (``model``, ``app.model``, at the
 top), in prefixes of wrappers, and in how optimizer state is named: by parameter or by number, groups in a list or settings by
@@ -71,7 +71,7 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class StoredObject:
-    """Anything else in a sharded checkpoint; ``read`` unpickles it without running code."""
+    """An object in a sharded checkpoint; ``read`` unpickles it without running code."""
 
     name: str
     files: tuple[str, ...]
@@ -82,7 +82,7 @@ class StoredObject:
 
 
 def tree_of(checkpoint: Checkpoint) -> dict[Any, Any]:
-    """Return a checkpoint's entries, nested. Not collective."""
+    """Return a checkpoint's entries as nested dicts and lists. Not collective."""
     paths = checkpoint.metadata.planner_data if isinstance(checkpoint.metadata.planner_data, Mapping) else {}
     entries = checkpoint.metadata.state_dict_metadata
     tree: dict[Any, Any] = {}
@@ -97,7 +97,7 @@ def tree_of(checkpoint: Checkpoint) -> dict[Any, Any]:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return the place of an entry that comes without one."""
+    """Return the path of an entry for which the metadata has none."""
     head, _, rest = name.partition(".")
     if head == MODELS and "." in rest:
         return (head, *rest.split(".", 1))
@@ -213,7 +213,7 @@ def model_at(
 
 
 def _below(tree: dict[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
-    """Return what is at a path, where the entries' names, which have dots, may be part of it."""
+    """Return the entries below a path, nested or with the path in their dotted names."""
     for key in path:
         nested, prefix = tree.get(key), f"{key}."
         flat = {n[len(prefix) :]: value for n, value in tree.items() if isinstance(n, str) and n.startswith(prefix)}
@@ -222,7 +222,7 @@ def _below(tree: dict[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
 
 
 def split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
-    """Return a parameter's name and the path behind it, where both are one text."""
+    """Split a text into a parameter's name and the path behind it."""
     for wrapper in WRAPPERS:
         bare = text[len(wrapper) :]
         cut = bare.rfind(".") if text.startswith(wrapper) else -1
@@ -235,7 +235,7 @@ def split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def unwrapped(name: str, known: Container[str]) -> str:
-    """Return a saved name without the prefixes of wrappers that the live ones don't have."""
+    """Return a saved name without the prefixes of wrappers that the live names don't have."""
     wrapper = next((w for w in ("module.", "_orig_mod.") if name.startswith(w)), None)
     return name if wrapper is None or name in known else unwrapped(name[len(wrapper) :], known)
 
@@ -263,7 +263,7 @@ class SavedOptimizer:
 
     @property
     def numbered(self) -> bool:
-        """Whether parameters are numbers, as in a plain ``optimizer.state_dict()``.
+        """True if parameters are numbers, as in a plain ``optimizer.state_dict()``.
 
         Names may look like numbers, so the groups decide where they have been read.
         """
@@ -274,7 +274,7 @@ class SavedOptimizer:
         return bool(self.state) and all(name.isdecimal() for name in self.state)
 
     def small(self) -> list[Any]:
-        """Return the leaves that have to be known to compare: settings, and state of no parameter."""
+        """Return the leaves that are read before anything is compared: settings, and state of no parameter."""
         return [leaf for _, leaf in leaves([self.groups, self.of_parameter, [] if self.other is None else self.other])]
 
     def as_saved(self, live: Sequence[Sequence[str]], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def optimizer_at(tree: dict[Any, Any], path: tuple[str, ...], names: Container[str]) -> SavedOptimizer | None:
-    """Find an optimizer's state; None where there is none.
+    """Find an optimizer's state; return None if there is none.
 
     Args:
         tree: of the checkpoint.

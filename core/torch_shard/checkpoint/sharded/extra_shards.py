@@ -1,7 +1,7 @@
-"""ShardTensors within the object that a front end saves beside model and optimizers (``extra``): averages of the weights, say.
+"""ShardTensors within the object that a front end saves as ``extra``, averages of the weights, say.
 
 An object is written by rank 0 alone. So each ShardTensor in it becomes an entry of its own, of which every rank writes its
-slice, ``sliced.<number>.<name of the parameter that it is cut as>``, and in its place is left::
+shard, ``sliced.<number>.<name of the parameter that it is cut as>``, and in its place is left::
 
     {"torch_shard.sliced": number}
 """
@@ -20,7 +20,7 @@ _MARK = "torch_shard.sliced"
 
 
 def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
-    """Return the tree with a mark for each ShardTensor, and these by number and name of the parameter. Not collective."""
+    """Return the tree with a mark for each ShardTensor, and the ShardTensors by number and parameter. Not collective."""
     found: dict[str, dict[str, ShardTensor]] = {}
 
     def take(shards: ShardTensor) -> dict[str, int]:
@@ -31,14 +31,14 @@ def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
 
 
 def joined(tree: Any, found: Mapping[str, Any]) -> Any:
-    """Return what :func:`split` was given, from the tree that it gave and values by number. Not collective."""
+    """Return the tree that :func:`split` was given, from the tree with marks and the values by number. Not collective."""
     if isinstance(tree, Mapping) and list(tree) == [_MARK]:
         return found[str(tree[_MARK])]
     return _rebuilt(tree, lambda value: joined(value, found)) if found else tree
 
 
 def mapped(tree: Any, function: Callable[[ShardTensor], Any]) -> Any:
-    """Replace each ShardTensor, those of one object by one; containers without any are kept as they are."""
+    """Replace each ShardTensor, the same object by the same value; containers without any are kept as they are."""
     done: dict[int, Any] = {}
     within: set[int] = set()
 
@@ -59,7 +59,7 @@ def mapped(tree: Any, function: Callable[[ShardTensor], Any]) -> Any:
 
 
 def _rebuilt(tree: Any, visit: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with other values; itself where they are the same."""
+    """Return a dict, list or tuple with other values, or itself if all values stay the same."""
     if isinstance(tree, dict):
         new = {key: visit(value) for key, value in tree.items()}
         if all(new[key] is value for key, value in tree.items()):

@@ -1,4 +1,4 @@
-"""Host memory for a snapshot: what a save in the background writes while training changes the originals.
+"""Host memory for the snapshot that a save in the background writes while training changes the originals.
 
 Memory that was never touched costs several times as much as the copy into it, so it is kept for the next snapshot.
 """
@@ -26,7 +26,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held now."""
+        """The number of bytes that are held now."""
         return sum(block.numel() for block in self._blocks)
 
     def snapshot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -61,7 +61,7 @@ class Staging:
         self._blocks = []
 
     def _slots(self, sizes: list[int], pinned: bool) -> list[torch.Tensor]:
-        """Return parts of the blocks, of these sizes in bytes, in order."""
+        """Return parts of the blocks, of `sizes` bytes, in order."""
         wanted: list[int] = []  # of each block
         places: list[tuple[int, int]] = []
         for size in sizes:

@@ -1,9 +1,9 @@
-"""Loading: everything is compared, and every byte looked at, before anything is changed.
+"""Loading a sharded checkpoint: everything is compared, and every byte verified, before anything is changed.
 
-What has checksums is read twice: once to verify it, keeping nothing, and when all ranks have, into the parameters and the
-optimizer's state themselves. The second time it comes from the page cache, which costs a fraction of the new memory that a copy
-would need. What has none (torch.distributed.checkpoint's own) is read into new memory, since only reading can tell what is
-damaged.
+A checkpoint with checksums is read twice: once to verify it, which keeps nothing, and when all ranks have verified their part,
+into the parameters and the optimizer's state themselves. The second time it comes from the page cache, which costs a fraction
+of the new memory that a copy would need. A checkpoint without checksums (torch.distributed.checkpoint's own) is read into new
+memory, since only reading it can tell what is damaged.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _Load:
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def compare(self) -> None:
-        """Read what is small, and raise for everything that does not fit."""
+        """Read what is small, and raise if anything does not fit."""
         small = [leaf for part in self.optimizers for leaf in part.small()]
         small += [leaf for _, leaf in leaves([value for model in self.models for value in model.objects()])]
         small += [self.extra] if isinstance(self.extra, StoredObject) else []
@@ -161,7 +161,7 @@ class _Load:
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:
-        """Choose where this rank's shards go, and look at them. What can't be verified is read now, into new memory."""
+        """Choose memory for this rank's shards, and verify them. What has no checksums is read now, into new memory."""
         with torch.inference_mode(False):
             in_place = self.checkpoint.manifest is not None
             dtypes: dict[str, torch.dtype] = {}
@@ -194,7 +194,7 @@ class _Load:
             ) from error
 
     def overwritten(self) -> None:
-        """Tell autograd that what was read went past it: no graph may go on with these values."""
+        """Tell autograd and the units that parameters were overwritten, so that no graph goes on with the old values."""
         for runtime in (model.source.runtime for model in self.models):
             for p in (p for unit in runtime.units for p in unit.params):
                 torch.autograd.graph.increment_version((p, p._local))
@@ -203,7 +203,7 @@ class _Load:
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self) -> None:
-        """Load the optimizers; the models are loaded."""
+        """Load the optimizers, after the models."""
         for part in self.optimizers:
             try:
                 part.apply(self.known)

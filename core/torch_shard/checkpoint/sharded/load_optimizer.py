@@ -1,4 +1,4 @@
-"""Optimizer state out of a checkpoint: what fits which parameter, which rank reads it, and how it gets into the optimizer."""
+"""Loading an optimizer's state out of a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["OptimizerLoad"]
 class OptimizerLoad:
     """One optimizer's share of a checkpoint.
 
-    Made, compared, read and applied in this order: see :func:`.load.load`.
+    :func:`.load.load` calls :meth:`compare`, :meth:`destinations` and :meth:`apply`, in this order.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class OptimizerLoad:
         path: tuple[str, ...],
         optimizers: Sequence[Any],
     ) -> list[OptimizerLoad]:
-        """Return one for each optimizer that is saved at a path."""
+        """Return one object for each optimizer that is saved at a path."""
         everyone = [param_names(sources, optimizer) for optimizer in optimizers]
         saved = optimizer_at(tree, path, {name for names in everyone for name in names.values()})
         return [
@@ -72,14 +72,14 @@ class OptimizerLoad:
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def small(self) -> list[Any]:
-        """Return the leaves that have to be known to compare: groups, and objects within the state."""
+        """Return the leaves that are read before :meth:`compare`: groups, and objects within the state."""
         if self.saved is None:
             return []
         objects = [leaf for _, leaf in leaves(self.saved.state) if not isinstance(leaf, Stored)]
         return self.saved.small() + objects
 
     def compare(self, known: Mapping[str, Any], dtype: torch.dtype | None) -> tuple[list[str], list[str], list[str]]:
-        """Return what does not fit: missing, unexpected, and everything else. `known`: the small entries by name."""
+        """Return what is missing, unexpected and otherwise wrong. `known` has the values of :meth:`small` by name."""
         if self.saved is None:
             return [f"{self.what} (the checkpoint has no such optimizer state)"], [], []
         live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -124,8 +124,10 @@ class OptimizerLoad:
     def destinations(
         self, saved_dtypes: Mapping[str, torch.dtype], dtype: torch.dtype | None, in_place: bool
     ) -> dict[str, torch.Tensor]:
-        """Return memory for what this rank needs, by name of the entry: with `in_place` the optimizer's own where it has some.
-        Call on all ranks, after they agreed."""
+        """Return memory for this rank's state by the entries' names, with `in_place` the optimizer's own if it has some.
+
+        Call it on all ranks, after they agreed.
+        """
         self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         found: dict[str, torch.Tensor] = {}
         manifest = self.checkpoint.manifest
@@ -143,7 +145,7 @@ class OptimizerLoad:
                     and id(p) not in self.elsewhere
                     and optimizer_state.is_cut(p, path[-1], leaf.shape)
                 )
-                live = self.optimizer.state.get(p, {}).get(path[0]) if in_place and len(path) == 1 else None
+                live: Any = self.optimizer.state.get(p, {}).get(path[0]) if in_place and len(path) == 1 else None
                 fits = isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec)
                 if fits and live.shape == leaf.shape and live.dtype == kept:
                     found[leaf.name] = live
@@ -155,7 +157,7 @@ class OptimizerLoad:
     def _dtype(
         self, p: Any, path: tuple[Any, ...], saved: torch.dtype, of_param: torch.dtype | None, asked: torch.dtype | None
     ) -> torch.dtype:
-        """Return what a tensor of the state becomes: as it was saved, unless a conversion was asked for."""
+        """Return the dtype that a tensor of the state gets: the saved one, unless a conversion was asked for."""
         if asked is None or not saved.is_floating_point or path[-1] == "step":
             return saved
         live = self.optimizer.state.get(p, {}).get(path[0])
@@ -165,7 +167,7 @@ class OptimizerLoad:
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self, known: Mapping[str, Any]) -> None:
-        """Load it into the optimizer. Local."""
+        """Load the state into the optimizer. Not collective."""
         values = {**known, **self.tensors}
         state: dict[Any, Any] = {key: self.given["state"][key] for key in self.given.get(optimizer_state.OTHER, ())}
         for number, p in enumerate(params_of(self.optimizer)):

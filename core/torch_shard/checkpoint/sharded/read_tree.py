@@ -1,4 +1,4 @@
-"""A checkpoint as nested dicts, with nothing applied: for callers that let their users edit what is then loaded."""
+"""Reading a checkpoint as nested dicts, for callers whose users edit these before they are loaded."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = ["Contents", "read_contents"]
 
 @dataclass
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        model: the state dict. A ShardTensor with this rank's shard where the live model has one of that name and shape, whole
-            plain tensors on the CPU else.
+        model: the state dict, of ShardTensors with this rank's shards where the live model has one of that name and shape, and
+            else of full plain tensors on the CPU.
         optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
-            ShardTensors likewise; numbers for names where the checkpoint has numbers.
-        extra: the object beside them; None where there is none.
+            ShardTensors likewise; numbers for names if the checkpoint has numbers.
+        extra: the object beside them, or None.
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
-        sliced: by number, what was saved beside them in ShardTensors; read as entries of `model` are.
+        sliced: by number, ShardTensors that were saved within `extra`; read as entries of `model` are.
         with_state: whether the optimizers' state was read.
     """
 
@@ -122,7 +122,7 @@ class _Reading:
             own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
     def read(self) -> Contents:
-        """Read everything."""
+        """Read the contents."""
         with torch.inference_mode(False):
             known = self._read([(leaf, None) for own in self.optimizers for leaf in own.saved.small()])
             wanted: list[tuple[Any, Any]] = []
@@ -146,13 +146,13 @@ class _Reading:
         return Contents(state, states, known.get(EXTRA), further, self.sources, of_number, self.with_state)
 
     def _read(self, wanted: Sequence[tuple[Stored | StoredObject, Any]]) -> dict[str, Any]:
-        """Read entries, each with the live tensor that tells which shard is this rank's, if there is one; by full name."""
+        """Return the values of entries by name. Each entry comes with the live tensor that tells this rank's shard, or None."""
         tensors = {leaf.name: new_tensor(leaf, like) for leaf, like in wanted if isinstance(leaf, Stored)}
         objects = [leaf.name for leaf, _ in wanted if isinstance(leaf, StoredObject)]
         return {**self.checkpoint.read(tensors, objects, self.unpickle), **tensors}
 
     def _sliced(self) -> dict[str, tuple[Stored | StoredObject, Any]]:
-        """Return by number the entry, and the live parameter that it is cut as, if there is one."""
+        """Return the entries of :data:`SLICED` by number, with the live parameters that they are cut as, or None."""
         found = self.tree.get(SLICED)
         return {
             number: (leaf, self.params.get(name))
@@ -170,7 +170,7 @@ class _Optimizer:
 
     @property
     def is_named(self) -> bool:
-        """Whether groups and state tell by themselves which parameters they are of."""
+        """True if groups and state name their parameters."""
         return not self.saved.numbered and bool(self.saved.groups)
 
     def state(self, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _Optimizer:
 
 
 def _paths(tree: dict[Any, Any]) -> list[tuple[str, ...]]:
-    """Return where the optimizers are: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
+    """Return the paths of the optimizers: by name below ``optimizer``, ``optimizer_<number>`` (Lightning), or the only one."""
     found: list[tuple[str, ...]] = [
         (key,) for key in tree if isinstance(key, str) and re.fullmatch(r"optimizer_\d+", key)
     ]

@@ -1,4 +1,4 @@
-"""Saving: every rank its shards, then one step that makes the checkpoint appear."""
+"""Saving a sharded checkpoint: each rank writes its shards, and then the checkpoint appears in one step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .writer import write_file, write_manifest, write_metadata
 
 __all__ = ["save", "save_contents"]
 
-# A rank's file, what it holds, where, and which entries are not sharded.
+# The name of a rank's file, what the manifest and DCP's metadata say of it, and which entries are not sharded.
 _Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
 
 
@@ -67,7 +67,7 @@ def save_contents(
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
-    """Write a checkpoint that holds what is given, as :func:`save` does. Collective; for front ends.
+    """Write a checkpoint of given contents, as :func:`save` does. Collective; for front ends.
 
     Args:
         engine: its ranks write.
@@ -138,7 +138,7 @@ def _carry_out(work: _Save, barrier: HeartbeatBarrier | None) -> None:
 
 
 def _start(runtime: Any, what: str, work: _Save, barrier: HeartbeatBarrier | None) -> PendingSave:
-    """Do all that remains in a thread of each rank. Collective."""
+    """Start a thread on each rank, in which the save is carried out. Collective."""
     made: list[PendingSave] = []
 
     def start() -> None:
@@ -271,7 +271,7 @@ class _Save:
         return str(plan.storage_data), record, results, self.facts["whole"]
 
     def finish(self, metadata: Metadata, parts: list[_Part]) -> None:
-        """Write metadata and manifest, and put the directory in its place; delete what `keep` says. On rank 0."""
+        """Write metadata and manifest, put the directory in its place, and delete the siblings beyond `keep`. On rank 0."""
         assert self.saving is not None
         files = {name: record for name, record, _, _ in parts if record is not None}
         results = [results for _, _, results, _ in parts]
@@ -344,7 +344,7 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
 
 
 def _unsharded_state(sources: list[Source], contents: dict[str, Any]) -> Iterator[str]:
-    """Return entries of optimizer state that have their parameter's shape, but are not sharded: each rank has all of them."""
+    """Yield the names of optimizer state that has its parameter's shape, but is not sharded: each rank has all of it."""
     params = (item for source in sources for item in source.params().items())
     shapes = {name: p.shape for name, p in params if isinstance(p, ShardTensor)}
 

@@ -1,4 +1,4 @@
-"""Who writes what: torch's planner, agreed on by all ranks, and what objects look like in a file."""
+"""The plan of a save, by torch's planner: which rank writes which entry, and the bytes of objects."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ __all__ = ["SavePlanner", "decide", "propose"]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """torch's planner, with these differences: what its names can't express is one object, entries keep the order of the state
-    dicts, and what is not sharded comes from the lowest rank that has it, since ranks need not agree on buffers."""
+    """torch's save planner, with three differences.
+
+    Values that its names can't express are one object each, entries keep the order of the state dicts, and entries that are not
+    sharded come from the lowest rank that has them, since ranks need not agree on buffers.
+    """
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -35,8 +38,7 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(_expressible(state_dict, ()), storage_meta, is_coordinator)
 
     def own_part(self, plan: SavePlan, of_rank_0: bytes) -> SavePlan:
-        """Return a local plan without what rank 0 will write anyway, where it has the same entries: all ranks' would be as many
-        messages that say the same."""
+        """Return a local plan without what rank 0 writes anyway, if rank 0 has the same entries: that keeps messages short."""
         if self.digest() != of_rank_0:
             return plan
         items = [item for item in plan.items if item.type == WriteItemType.SHARD]
@@ -80,7 +82,7 @@ class _Object:
 
 
 def _expressible(value: Any, path: tuple[str, ...]) -> Any:
-    """Return the same with one object in place of each container that would come back as another one.
+    """Return nested values with one object in place of each container that would come back as another one.
 
     torch's planner leaves out empty ones and makes strings of all keys.
     """
@@ -115,7 +117,7 @@ def _is_value(path: tuple[str, ...]) -> bool:
 
 
 def _object_bytes(name: str, value: Any) -> io.BytesIO:
-    """Return an object as torch.save has it; refused where it would not be loaded again."""
+    """Return the bytes of an object as torch.save writes it; raise if it would not be loaded again."""
     value = value.value if isinstance(value, _Object) else value
     file = io.BytesIO()
     try:
@@ -130,7 +132,7 @@ def _object_bytes(name: str, value: Any) -> io.BytesIO:
 
 
 def propose(runtime: Runtime, what: str, planner: SavePlanner, contents: dict[str, Any]) -> SavePlan:
-    """Return the plan of what this rank has, and rank 0 has not just as well. Collective."""
+    """Return the plan of the entries that this rank has, without those that rank 0 has, too. Collective."""
     first = runtime.collectives.world_rank == 0
 
     def local() -> SavePlan:

@@ -14,7 +14,7 @@ __all__ = ["SavedModel"]
 
 
 class SavedModel:
-    """A saved model.
+    """A model in a checkpoint.
 
     Attributes:
         source: the live model.

@@ -1,8 +1,8 @@
-"""Each rank's part of a checkpoint: one file, written once from front to back, checksums taken on the way.
+"""Writing a rank's part of a checkpoint: one file, from front to back, with checksums taken on the way.
 
-What DCP's FileSystemWriter writes can be read by this package and the other way round, but it passes every value through
-``torch.save`` into a Python file (a copy, a checksum) and copies shards first. Here a shard goes from where it is to the file,
-a few MiB at a time, so that the second look at it (the first one is the checksum's) finds it in the cache.
+DCP's FileSystemWriter writes the same format, but copies shards and passes every value through ``torch.save`` into a Python
+file (a copy, a checksum). Here a shard goes from where it is to the file, a few MiB at a time, so that the write finds in the
+cache what the checksum has read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Deferred:
 
 
 def write_file(folder: Path, plan: SavePlan, resolve: Resolve) -> tuple[FileRecord | None, list[WriteResult]]:
-    """Write a rank's file, whose name is in the plan, and make it durable.
+    """Write a rank's file, whose name is in the plan, and make it durable. `resolve` returns an item's tensor or bytes.
 
     Returns:
         What the manifest says of the file, None where there is nothing to write; and what DCP's metadata says of the entries.
@@ -71,7 +71,7 @@ def write_file(folder: Path, plan: SavePlan, resolve: Resolve) -> tuple[FileReco
 def write_metadata(
     folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]], save_id: str
 ) -> FileRecord:
-    """Write DCP's metadata, with what all ranks' files hold, and make it durable. Return what the manifest says of it."""
+    """Write DCP's metadata with the places in all ranks' files, make it durable, and return what the manifest says of it."""
     metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
     metadata.storage_meta = StorageMeta(save_id=save_id)
     metadata.version = "1.0.0"
