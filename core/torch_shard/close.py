@@ -19,10 +19,10 @@ from .shard_tensor.tensor import ShardTensor
 from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
 from .unit.flat_buffer import FlatBuffer
-from .unit.full_values import full_tensors_from
+from .unit.full_values import full_flat, full_tensors_from
 from .unit.module_params import OWN_ATTRIBUTES
 from .unit.unit import Unit
-from .unshard.full_values import gathered_values, local_grads
+from .unshard.full_values import local_grads
 
 
 def close_units(
@@ -57,10 +57,11 @@ def close_units(
     runtime.schedule.reshard_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []
-        with gathered_values(runtime, unit) as wholes:
-            for flat, full in zip(unit.flats, wholes, strict=True):
-                grads = full_tensors_from(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
-                plain += [(p, _plain(unit, flat, full, i, grads[i])) for i, p in enumerate(flat.params)]
+        for flat in unit.flats:
+            full = full_flat(flat, unit.gather_text)
+            grads = full_tensors_from(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
+            plain += [(p, _plain(unit, flat, full, i, grads[i])) for i, p in enumerate(flat.params)]
+            del full, grads  # before the next ones are allocated
         rnns = [m for m, *_ in unit.places if isinstance(m, nn.RNNBase)]
         for module in rnns:
             module._flat_weights, module._flat_weight_refs = [], []

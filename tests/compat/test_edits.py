@@ -11,7 +11,7 @@ from tests.compat.modes import mixed
 from tests.compat.test_hooks import WHEN, _pair
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
-from torch_shard.errors import ShardError
+from torch_shard.errors import ShardError, UnitStateError
 
 
 def _with_penalty(model, x):
@@ -221,3 +221,14 @@ def test_data_of_another_shape_assigned_in_forward_is_an_error(rank, world_size)
     pair.model[1].factor = pair.plain[1].factor = None
     pair.step(plain_backward, batch(rank, 1))
     pair.check()
+
+
+@pytest.mark.parametrize("recording", [True, False])
+@ranks(2)
+def test_an_edit_of_a_part_of_what_was_computed_from_a_parameter_is_an_error(rank, world_size, recording):
+    pair = Pair(MLP, rank, world_size)
+    with torch.set_grad_enabled(recording):
+        doubled = pair.model.head.weight * 2
+        doubled[0].zero_()  # of a copy, so that it is lost
+    with pytest.raises(UnitStateError, match=r"a view of what was computed from head\.weight"):
+        pair.model(batch(rank, 0))

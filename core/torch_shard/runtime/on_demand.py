@@ -93,7 +93,7 @@ class OnDemand:
             return None
         if runtime.operations is None:
             # Set-up lets a model on meta initialise shards, and full parameters where this error is raised.
-            raise gather_error([param._spec], name)
+            raise gather_error(param, name)
         flat, index = unit.find(param)
         # Outside a forward a parameter shows its stored dtype. An operation is part of the model's computation only if another
         # operand has the dtype of that (`F.linear(features, model.head.weight)`). If both dtypes are one, an operation is
@@ -157,7 +157,8 @@ class OnDemand:
             copies: tensors in `result` that stand for views of unsharded parameters.
             name: of the parameters.
         """
-        self.watch_copies(copies, name)
+        # Plain torch refuses an in-place edit of a view of a parameter that records gradients.
+        self.watch_copies([c for c in copies if not c.requires_grad], name)
         if unit.is_summoned or not self._uses:
             return
         use = self._uses.pop()
@@ -179,7 +180,9 @@ class OnDemand:
         """Make it an error to edit one of `copies`, which stand for views of `name`."""
         if copies:
             line = caller_line()
-            self._copies += [(c, c._version, name, line) for c in copies if not c.requires_grad]
+            self._copies += [
+                (c.detach(), c._version, name, line) for c in copies
+            ]  # not the graph; the version is shared
 
     def check_copies(self) -> None:
         """Raise if a copy that stands for a view was edited."""

@@ -10,42 +10,42 @@ Tested on torch 2.11, 2.13 and 2.14.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..utils.pytree import tensors_in
-from .full_tensor import full_tensors, substituted
+from .full_tensor import full_tensors
+from .function_call import FunctionCall
 from .spec import gather_error
+from .tensor import ShardTensor
 
-if TYPE_CHECKING:
-    from .tensor import ShardTensor
-
-__all__ = ["EXCHANGES"]
+__all__ = ["COLLECTIVES"]
 
 _KEPT = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced broadcast gather
 gather_single
 """
-# These give each rank another result.
+# These give each rank another result, which would not be the shards of one tensor.
 _REFUSED = "irecv isend recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter send"
 
 
-def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a collective on full copies, and write these back. Collective over all ranks that share the tensors.
 
     Raises:
-        NeedsGatherError: one of the tensors is a gradient whose reduction no_sync() defers.
+        NeedsGatherError: one of the tensors is a gradient whose reduction no_sync() defers, or the ranks' results differ.
     """
     name = func.__name__
-    sharded = list({id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, cls)}.values())
+    call = FunctionCall(func, name, args, kwargs)
+    sharded = list({id(t): t for t in call.tensors if isinstance(t, ShardTensor)}.values())
+    if name in _REFUSED.split():
+        why = "gives each rank something else, of which it would keep a shard; use .full_tensor()"
+        raise gather_error(sharded, name, why)
     if any(t._shard_state.unreduced for t in sharded):
-        raise gather_error([t._spec for t in sharded], name, "needs a gradient that is reduced: it is this rank's own")
+        raise gather_error(sharded, name, "needs a gradient that is reduced: it is this rank's own")
     copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}")
-    found = {id(t): copy for t, copy in zip(sharded, copies, strict=True)}
-    args = tuple(substituted(value, found) for value in args)
-    work = func(*args, **{key: substituted(value, found) for key, value in kwargs.items()})
+    work = call.run(sharded, copies)
     if isinstance(work, dist.Work):
         # async_op=True: nobody would copy the result later. Hazard: NCCL writes on a stream of its own; this makes the current
         # stream wait for it before the copies below.
@@ -57,18 +57,7 @@ def _exchange(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: 
     return work
 
 
-def _refuse(cls: type[ShardTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise NeedsGatherError: the ranks' results would not be the shards of one tensor."""
-    specs = [t._spec for t in tensors_in((args, kwargs)) if isinstance(t, cls)]
-    raise gather_error(
-        specs, func.__name__, "gives each rank something else, of which it would keep a slice; use .full_tensor()"
-    )
-
-
-EXCHANGES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
-    getattr(dist, name): run
-    for names, run in ((_KEPT, _exchange), (_REFUSED, _refuse))
-    for name in names.split()
-    if hasattr(dist, name)
+COLLECTIVES: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    getattr(dist, name): _collective for name in f"{_KEPT} {_REFUSED}".split() if hasattr(dist, name)
 }
 """By function of torch.distributed, what runs in its place."""

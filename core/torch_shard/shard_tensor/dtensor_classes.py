@@ -6,8 +6,8 @@
     flat buffer            this rank's local tensors, sharded over the data-parallel group
     unsharded parameter    a DTensor over a view of the full buffer                        what modules compute with
 
-Sharding cuts the local tensors, and only ranks that have the same part share it: the data-parallel group, called a *plane* in
-:mod:`torch_shard.layout.rank_topology`. The computation is DTensor's own.
+Sharding cuts the local tensors, and only the ranks of one data-parallel group, which have the same part, share it (see
+:mod:`torch_shard.layout.rank_topology`). The computation is DTensor's own.
 
 This rests on private names of torch: DTensor's constructor, its slots ``_local_tensor`` and ``_spec``, and
 ``DeviceMesh._get_root_mesh``. Tested on torch 2.13.
@@ -25,12 +25,7 @@ from ..layout.dtensor_placement import Placed, is_dtensor
 from .tensor import ShardTensor
 from .unsharded_param import InBuffer
 
-__all__ = [
-    "shard_class",
-]
-
-
-# -- classes ------------------------------------------------------------------------------------------------------------
+__all__ = ["gathered_parameter", "shard_class", "unsharded_parameter"]
 
 
 @functools.cache
@@ -47,9 +42,7 @@ def shard_class() -> type[ShardTensor]:
     class ShardDTensor(ShardTensor, _Slots):
         """A :class:`ShardTensor` in an object that was a DTensor."""
 
-        _spec: Any = _Slots.__dict__[
-            "_spec"
-        ]  # a slot in place of the property, since swap_tensors() exchanges the slots
+        _spec: Any = _Slots.__dict__["_spec"]  # the slot in place of the property, since swap_tensors() exchanges slots
 
         @classmethod
         def _wrap(cls, local: torch.Tensor, spec: Any, unit_ref: Any = None) -> ShardTensor:

@@ -1,4 +1,4 @@
-"""Full copies of ShardTensors, and functions of gradients and optimizer state that need them.
+"""Full copies of ShardTensors, and functions that run on such copies.
 
 A function that makes new memory (a matrix product, ``torch.cat``, a sum over one dimension) runs on full copies where shards
 don't suffice. The copies are dropped afterwards, so that a function which returns a view of a copy, or edits one, is an error.
@@ -7,36 +7,29 @@ don't suffice. The copies are dropped afterwards, so that a function which retur
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..comm.small_collectives import ScalarComm
 from ..errors import DivergenceError
 from ..layout.flat_layout import FlatLayout, ParamMeta
-from ..layout.tensor_part import TensorPart, dense_stride
-from ..utils.pytree import tensors_in
+from ..layout.tensor_part import dense_stride
+from ..utils.pytree import storage_of, tensors_in
+from .function_call import FunctionCall
 from .spec import ShardSpec, boxes_in, gather_error
-from .unsharded_param import memory_of
+from .tensor import ShardTensor
 from .views import stands_alone
 
-if TYPE_CHECKING:
-    from .tensor import ShardTensor
-
-__all__ = ["full_tensors", "on_copies", "substituted", "to_gather"]
-
-_KEY = 16  # bytes before a rank's values that identify what it gathers
-_SMALL = 1 << 16  # bytes below which the size of a message does not matter
-_BROADCASTS = 4  # up to so many senders broadcast, as in comm.collectives
+__all__ = ["full_tensors", "on_copies", "to_gather"]
 
 
 def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     """Return each tensor unsharded: plain, with the original shape and strides, without gradient. Collective.
 
-    All tensors that share ranks and device travel in one message, as bytes, whatever their dtypes are. The bytes count as
-    sent.
+    All tensors that share ranks and device travel in one message from each rank, as bytes, whatever their dtypes are. The
+    bytes count as sent.
 
     Args:
         tensors: the tensors, the same on all ranks.
@@ -50,77 +43,40 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
     with torch.no_grad():
         for i, t in enumerate(tensors):
             spec, local = t._spec, t._local
-            if spec.numel == 0:
-                results[i] = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
-            else:
+            results[i] = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
+            if spec.numel:
                 groups.setdefault((id(spec.comm), local.device), []).append(i)
         for members in groups.values():
-            fulls = _gathered([tensors[i] for i in members], what)
-            for i, full in zip(members, fulls, strict=True):
-                results[i] = full
+            _gather([tensors[i] for i in members], [results[i] for i in members], what)
     return results
 
 
-def _gathered(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
+def _gather(tensors: Sequence[ShardTensor], fulls: Sequence[torch.Tensor], what: str) -> None:
+    """Fill `fulls` with all ranks' shards of `tensors`: each rank broadcasts what it has."""
+    # An all-gather would send from each rank, and need memory for, as much as the rank with the most has. But the shards of
+    # one parameter lie on few of many ranks.
     comm, device = tensors[0]._spec.comm, tensors[0]._local.device
-    # Without the key, ranks that gather different things of equal size would not notice.
-    key = zlib.crc32(repr([(what, t._spec.name, t._spec.shape, t._local.dtype) for t in tensors]).encode())
-    cuts = _cuts(tensors, key, what)
-    nbytes = [
-        [_padded(one.length * t._local.element_size()) for one in cut] for t, cut in zip(tensors, cuts, strict=True)
-    ]
-    sizes = [sum(of_rank) for of_rank in zip(*nbytes, strict=True)]
-    own = torch.empty(sizes[comm.rank], dtype=torch.uint8, device=device)
-    for t, place in zip(tensors, _places(own, cuts, tensors, comm.rank), strict=True):
-        place.copy_(t._local.detach())
-    fulls = [torch.empty_strided(t._spec.shape, t._spec.stride, dtype=t._local.dtype, device=device) for t in tensors]
-    for rank, row in enumerate(_rows(comm, own, sizes, key, what)):
-        for t, full, cut, values in zip(tensors, fulls, cuts, _places(row, cuts, tensors, rank), strict=True):
-            cut[rank].fill(full, values, t._spec)
-    return fulls
+    cuts = _cuts(tensors, what)
+    for rank in range(comm.size):
+        sizes = [cut[rank].length * t._local.element_size() for t, cut in zip(tensors, cuts, strict=True)]
+        row = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
+        starts, at = [], 0
+        for size in sizes:
+            starts.append(at)
+            at += _padded(size)
+        places = [row[at : at + size].view(t._local.dtype) for at, size, t in zip(starts, sizes, tensors, strict=True)]
+        if rank == comm.rank:
+            comm.bytes_sent += (comm.size - 1) * row.numel()
+            for place, t in zip(places, tensors, strict=True):
+                place.copy_(t._local.detach())
+        if row.numel():
+            comm.broadcast(row, rank, what)
+        for t, full, cut, place in zip(tensors, fulls, cuts, places, strict=True):
+            cut[rank].fill(full, place, t._spec)
 
 
-def _rows(comm: ScalarComm, own: torch.Tensor, sizes: Sequence[int], key: int, what: str) -> Iterator[torch.Tensor]:
-    """Yield the bytes of each rank: `own` are this rank's, `sizes` all ranks' numbers of bytes. Collective.
-
-    Raises:
-        DivergenceError: another rank gathers something else; found on the CPU only.
-    """
-    largest, senders = max(sizes), sum(map(bool, sizes))
-    marked = torch.empty(_KEY + largest, dtype=torch.uint8, device=own.device)
-    marked[:_KEY].view(torch.int64).fill_(key)
-    # An all-gather sends from each rank, and needs memory for, as much as the rank with the most has. So where few ranks have
-    # something, or some have much more than others, each broadcasts what it has.
-    if comm.size * largest > _SMALL and (senders <= _BROADCASTS or comm.size * largest > 2 * sum(sizes)):
-        _check_keys(comm, comm.all_gather(marked[:_KEY], what) if own.device.type == "cpu" else None, key, what)
-        del marked
-        for rank, size in enumerate(sizes):
-            row = own if rank == comm.rank else torch.empty(size, dtype=torch.uint8, device=own.device)
-            if size and comm.size > 1:
-                comm.broadcast(row, rank, what)
-            yield row
-        comm.bytes_sent += (comm.size - 1) * own.numel()
-        return
-    marked[_KEY : _KEY + own.numel()] = own
-    gathered = comm.all_gather(marked, what)
-    comm.bytes_sent += (comm.size - 1) * marked.numel()
-    _check_keys(comm, gathered[:, :_KEY], key, what)
-    for row, size in zip(gathered, sizes, strict=True):
-        yield row[_KEY : _KEY + size]
-
-
-def _check_keys(comm: ScalarComm, keys: torch.Tensor | None, key: int, what: str) -> None:
-    # Keys on a GPU are not compared, because the host would have to wait for them.
-    if (
-        keys is None
-        or keys.device.type != "cpu"
-        or set(keys.contiguous().view(torch.int64).flatten().tolist()) == {key}
-    ):
-        return
-    raise DivergenceError(
-        f"rank {comm.world_rank}: {what} met another operation of other ranks. It is collective: call it on all ranks, in "
-        "one order."
-    )
+def _padded(size: int) -> int:
+    return -(-size // 16) * 16  # a multiple of every dtype's alignment
 
 
 @dataclass(frozen=True)
@@ -153,67 +109,54 @@ class _Cut:
             part[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = place
 
 
-def _cuts(tensors: Sequence[ShardTensor], key: int, what: str) -> list[list[_Cut]]:
-    """Return for each tensor what each rank has of it.
+def _cuts(tensors: Sequence[ShardTensor], what: str) -> list[list[_Cut]]:
+    """Return for each tensor what each rank has of it. Collective.
 
-    Collective where tensor parallelism cuts a tensor, because other ranks' shards don't follow from this rank's layout then.
+    Raises:
+        DivergenceError: another rank gathers something else; found on the CPU only.
     """
     comm, device = tensors[0]._spec.comm, tensors[0]._local.device
-    split = [(t._spec, part) for t in tensors if (part := t._spec.part) is not None]
+    # Without the key, ranks that gather different things of equal size would not notice.
+    key = zlib.crc32(repr([(what, t._spec.name, t._spec.shape, t._local.dtype) for t in tensors]).encode())
+    message = [[key] * 5]
+    for t in tensors:
+        if (part := t._spec.part) is not None:  # other ranks' shards don't follow from this rank's layout
+            message.append([t._spec.start, t._spec.stop, part.dim, part.offsets[part.dim], part.sizes[part.dim]])
     told: Iterator[list[list[int]]] = iter(())
-    if split:
-        mine = [[spec.start, spec.stop, *_along(part)] for spec, part in split]
-        everyone = comm.all_gather(torch.tensor([[key] * 5, *mine], device=device), what)
-        _check_keys(comm, everyone[:, 0], key, what)
+    if len(message) > 1 or device.type == "cpu":  # on a GPU the host would have to wait for the keys
+        everyone = comm.all_gather(torch.tensor(message, device=device), what)
+        if device.type == "cpu" and set(everyone[:, 0].flatten().tolist()) != {key}:
+            raise DivergenceError(
+                f"rank {comm.world_rank}: {what} met another operation of other ranks. It is collective: call it on all "
+                "ranks, in one order."
+            )
         told = iter(everyone[:, 1:].transpose(0, 1).tolist())
     return [
-        [_Cut(*values) for values in next(told)]
-        if t._spec.part is not None
-        else [_Cut(*t._spec.layout.owned(t._spec.index, rank)) for rank in range(comm.size)]
+        [_Cut(*t._spec.layout.owned(t._spec.index, rank)) for rank in range(comm.size)]
+        if t._spec.part is None
+        else [_Cut(*values) for values in next(told)]
         for t in tensors
     ]
 
 
-def _along(part: TensorPart) -> tuple[int, int, int]:
-    """Return the dimension that is cut, and the part's offset and size in it."""
-    return part.dim, part.offsets[part.dim], part.sizes[part.dim]
+# -- functions on full copies -----------------------------------------------------------------------------------------
 
 
-def _places(row: torch.Tensor, cuts: list[list[_Cut]], tensors: Sequence[ShardTensor], rank: int) -> list[torch.Tensor]:
-    """Return the views of a rank's bytes that hold its shard of each tensor: 1-D, of the tensor's dtype."""
-    found, at = [], 0
-    for t, cut in zip(tensors, cuts, strict=True):
-        size = cut[rank].length * t._local.element_size()
-        found.append(row[at : at + size].view(t._local.dtype))
-        at += _padded(size)
-    return found
-
-
-def _padded(size: int) -> int:
-    return -(-size // _KEY) * _KEY  # a multiple of every dtype's alignment
-
-
-def to_gather(cls: type[ShardTensor], name: str, tensors: Sequence[Any], target: Any) -> list[ShardTensor]:
+def to_gather(call: FunctionCall) -> list[ShardTensor]:
     """Return the operands of which a function may be given full copies; none if it may not run on copies.
 
-    `target` is what the function writes to; it is never copied, because an edit of a copy would be lost.
+    What the function writes to is never copied, because an edit of a copy would be lost.
     """
-    if name.startswith("as_strided"):  # its arguments are places in the tensor's own memory
+    target = call.target
+    if call.name.startswith("as_strided"):  # its arguments are places in the tensor's own memory
         return []
-    if isinstance(target, (list, tuple)) and any(isinstance(t, cls) for t in target):
+    if isinstance(target, (list, tuple)) and any(isinstance(t, ShardTensor) for t in target):
         return []
-    found = {id(t): t for t in tensors if isinstance(t, cls) and t is not target}
+    found = {id(t): t for t in call.tensors if isinstance(t, ShardTensor) and t is not target}
     return list(found.values()) if all(map(stands_alone, found.values())) else []
 
 
-def on_copies(
-    cls: type[ShardTensor],
-    func: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    sharded: Sequence[ShardTensor],
-) -> Any:
+def on_copies(call: FunctionCall, sharded: Sequence[ShardTensor]) -> Any:
     """Run a function with full copies in place of `sharded` among its operands. Collective.
 
     Raises:
@@ -221,31 +164,11 @@ def on_copies(
     """
     more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
     with torch.inference_mode(False):  # an inference tensor would not show whether it was edited
-        copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}{more}")
+        copies = full_tensors(sharded, f"{call.name} of the sharded {sharded[0]._spec.name}{more}")
     versions = [copy._version for copy in copies]
-    found = {id(t): copy for t, copy in zip(sharded, copies, strict=True)}
-    args = tuple(substituted(value, found) for value in args)
-    result = func(*args, **{key: substituted(value, found) for key, value in kwargs.items()})
-    storages = {copy.untyped_storage()._cdata for copy in copies}
-    if [copy._version for copy in copies] != versions or any(_lies_in(cls, t, storages) for t in tensors_in(result)):
+    result = call.run(sharded, copies)
+    storages = set(map(storage_of, copies))
+    if [copy._version for copy in copies] != versions or any(storage_of(t) in storages for t in tensors_in(result)):
         why = "gives a view with gaps in memory, or edits in place, and an edit of a copy would be lost; read .full_tensor()"
-        raise gather_error([t._spec for t in sharded], name, why)
+        raise gather_error(sharded, call.name, why)
     return result
-
-
-def _lies_in(cls: type[ShardTensor], tensor: torch.Tensor, storages: set[int]) -> bool:
-    if isinstance(tensor, cls) or tensor.layout is not torch.strided:
-        return False
-    return memory_of(tensor).untyped_storage()._cdata in storages
-
-
-def substituted(value: Any, others: Mapping[int, Any]) -> Any:
-    """Return a function's operand with tensors replaced by `others`, by id, also inside lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return others.get(id(value), value)
-    if isinstance(value, (tuple, list)):
-        items = [substituted(item, others) for item in value]
-        if isinstance(value, tuple):
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return items
-    return value

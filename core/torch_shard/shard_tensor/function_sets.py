@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .dispatch import ELEMENTWISE, FOREACH, FUSED
+from .dispatch import ELEMENTWISE, FOREACH, FUSED, NEW_TENSORS
 
 
 def _names(text: str) -> frozenset[str]:
@@ -14,12 +14,6 @@ def _names(text: str) -> frozenset[str]:
 
 
 _T: Any = torch.Tensor
-
-
-def _property(name: str) -> Any:
-    return getattr(_T, name).__get__
-
-
 _PROPERTIES = """
 shape dtype device requires_grad ndim is_leaf layout grad_fn is_cuda is_cpu is_meta is_sparse is_quantized is_mkldnn
 is_nested is_sparse_csr is_mps is_xpu output_nr retains_grad names itemsize nbytes _version name is_vulkan is_xla
@@ -30,13 +24,13 @@ size dim ndimension numel nelement stride element_size storage_offset is_floatin
 is_contiguous is_inference is_conj is_neg get_device __len__ __hash__ dim_order _is_view has_names is_same_size
 """
 GETTERS = frozenset(
-    [_property(n) for n in _PROPERTIES.split() if hasattr(_T, n) and hasattr(getattr(_T, n), "__get__")]
+    [getattr(_T, n).__get__ for n in _PROPERTIES.split() if hasattr(getattr(_T, n, None), "__get__")]
     + [getattr(_T, n) for n in _METHODS.split() if hasattr(_T, n)]
     + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size]
 )
 """Functions that read metadata, which is the same for the shard and the full tensor, so that nothing is substituted."""
-DTYPE = _property("dtype")
-DEVICE = _property("device")
+DTYPE = _T.dtype.__get__
+DEVICE = _T.device.__get__
 
 # Functions that always get the ShardTensor itself, also where modules compute with the unsharded parameter. An alias must
 # stay one of a parameter that can be unsharded (`F.linear(x, w.detach())`), flags belong to the user's object, and
@@ -49,33 +43,37 @@ OWN = _names(
 SHAPED_LIKE = _names("view_as expand_as reshape_as")
 FORMS = SHAPED_LIKE | {"to", "type_as"}
 
-CONVERSIONS = _names(
-    "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous "
-    "conj pin_memory"
+SCALAR_REDUCTIONS = _names("sum mean std var amax amin any all count_nonzero")
+"""Reductions whose second argument is the dimensions."""
+EXTREMES = frozenset({"max", "min"})
+_OPERATORS = ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS)
+_OPERATOR_METHODS = _names("__neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__") | {
+    f"__{side}{name}__" for name in _OPERATORS for side in ("", "r")
+}
+ARITHMETIC = (
+    ELEMENTWISE
+    | {name + "_" for name in ELEMENTWISE}
+    | IN_PLACE_OPERATORS
+    | _OPERATOR_METHODS
+    | {"expand_as", "view_as"}
 )
-NEW = _names("new_empty new_zeros new_ones new_full new_empty_strided rand_like randn_like randint_like")
-INIT = _names(
-    "uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
-    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_"
-)
-SCALAR = _names("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__")
-DUNDER = _names(
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ "
-    "__truediv__ __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ "
-    "__pow__ __rpow__ __ipow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ "
-    "__rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__ __rlshift__ __ilshift__ "
-    "__rshift__ __rrshift__ __irshift__"
-)
-ARITHMETIC = frozenset(
-    ELEMENTWISE | {name + "_" for name in ELEMENTWISE} | DUNDER | {"expand_as", "view_as", "true_divide"}
-)
-LISTS = frozenset(FOREACH | FUSED | {n + "_" for n in FOREACH | FUSED}) | {
+"""Elementwise functions of one or several tensors."""
+LISTS = frozenset(FOREACH | FUSED | {name + "_" for name in FOREACH | FUSED}) | {
     "_foreach_norm",
     "_amp_foreach_non_finite_check_and_unscale_",
 }
-DIMS_SECOND = _names("sum mean std var amax amin any all count_nonzero")
-EXTREMES = frozenset({"max", "min"})
-COMPARISONS = frozenset({"equal", "allclose"})
+"""Elementwise functions of lists of tensors."""
+_INIT = _names(
+    "uniform_ normal_ trunc_normal_ constant_ ones_ zeros_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
+    "xavier_normal_ _no_grad_normal_ _no_grad_uniform_ _no_grad_fill_ _no_grad_zero_ _no_grad_trunc_normal_"
+)
+_CONVERSIONS = _names(
+    "to type type_as half float double bfloat16 int long short bool byte char cfloat cdouble cpu cuda xpu contiguous conj"
+)
+_NUMBERS = _names("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__ equal allclose")
+ALWAYS_LOCAL = LISTS | NEW_TENSORS | _CONVERSIONS | _INIT | _NUMBERS
+"""Functions for which shards suffice, whatever the operands' shapes are."""
 
 # Functions that would hand out the shard's memory as if it were the parameter's.
 DENIED = _names(
@@ -92,7 +90,7 @@ def creates(name: str) -> bool:
 
 def initialises(name: str) -> bool:
     """Return True for a function of torch.nn.init that fills its operand without recording anything."""
-    return name in INIT
+    return name in _INIT
 
 
 def exposes_memory(name: str) -> bool:

@@ -67,7 +67,7 @@ class UnitPort(Protocol):
         """End the operation for which :meth:`on_demand` was called."""
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Make it an error to edit one of `copies`, which stand for views of `name`."""
+        """Make it an error to edit one of `copies`, which stand for views of the parameters that `name` names."""
 
     def check_grad_reader(self) -> None:
         """Raise if `.grad` is read that an optimizer's step in backward has consumed."""

@@ -7,52 +7,39 @@ on all ranks. A reduction over some of the dimensions needs the full parameter, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ..comm.small_collectives import ScalarComm
 from .spec import ShardSpec, gather_error, same_cut, shard_of_full
+from .tensor import ShardTensor
 
-if TYPE_CHECKING:
-    from .tensor import ShardTensor
-
-__all__ = ["REDUCTIONS", "extreme", "foreach_norm", "full_reduction", "total", "unscale_and_check"]
+__all__ = ["REDUCTIONS", "foreach_norm", "full_reduction", "unscale_and_check"]
 
 
-def total(local: torch.Tensor, comm: ScalarComm, what: str) -> torch.Tensor:
+def _total(local: torch.Tensor, spec: ShardSpec, func: Any) -> torch.Tensor:
     """Return the sum of `local` over the ranks, in its shape and dtype. Collective."""
     if local.is_complex():
-        return torch.view_as_complex(total(torch.view_as_real(local), comm, what))
+        return torch.view_as_complex(_total(torch.view_as_real(local), spec, func))
     # Summed in double, so that the sum over the ranks adds no rounding of its own, and halves do not overflow.
     wide = local.to(torch.float64 if local.is_floating_point() else torch.int64)
-    return comm.all_reduce(wide.clone() if wide is local else wide, "sum", what).to(local.dtype)
+    return spec.comm.all_reduce(wide.clone() if wide is local else wide, "sum", _what(func, spec)).to(local.dtype)
 
 
-def extreme(local: torch.Tensor, largest: bool, comm: ScalarComm, what: str) -> torch.Tensor:
-    """Return the largest (or smallest) element of all ranks' 1-D `local`, 0-dim; NaN if any is NaN. Collective."""
-    dtype = local.dtype
-    if dtype.is_floating_point:
-        # Some backends drop NaN in a maximum, so that NaN travels as a flag.
-        sign = 1.0 if largest else -1.0
-        message = torch.tensor([-math.inf, 0.0], dtype=torch.float64, device=local.device)
-        if local.numel():
-            best = (local.amax() if largest else local.amin()).double() * sign
-            nan = best.isnan()
-            message = torch.stack([best.masked_fill(nan, -math.inf), nan.double()])
-        best, nan = comm.all_reduce(message, "max", what).unbind()
-        return (best * sign).masked_fill(nan > 0, math.nan).to(dtype)
-    info = torch.iinfo(torch.int64)
-    best = torch.tensor(info.min if largest else info.max, device=local.device)
+def _extreme_of(local: torch.Tensor, largest: bool, spec: ShardSpec, func: Any) -> torch.Tensor:
+    """Return the largest (or smallest) element of all ranks' `local`, 0-dim; NaN if any is NaN. Collective."""
+    wide = torch.float64 if local.dtype.is_floating_point else torch.int64
     if local.numel():
-        best = (local.amax() if largest else local.amin()).to(torch.int64)
-    return comm.all_reduce(best, "max" if largest else "min", what).to(dtype)
-
-
-def _flag(local: torch.Tensor, wanted_by_all: bool, comm: ScalarComm, what: str) -> torch.Tensor:
-    flag = local.to(torch.int64)
-    return comm.all_reduce(flag, "min" if wanted_by_all else "max", what).to(torch.bool)
+        own = local.amax() if largest else local.amin()
+    elif wide is torch.float64:
+        own = torch.tensor(-math.inf if largest else math.inf, device=local.device)
+    else:
+        own = torch.tensor(torch.iinfo(wide).min if largest else torch.iinfo(wide).max, device=local.device)
+    ranks = spec.comm.all_gather(
+        own.to(wide), _what(func, spec)
+    )  # not an all-reduce: some backends drop NaN in a maximum
+    return (ranks.amax() if largest else ranks.amin()).to(local.dtype)
 
 
 def _what(func: Any, spec: ShardSpec) -> str:
@@ -71,8 +58,8 @@ def full_reduction(spec: ShardSpec, dims: Any) -> bool:
     return all(-ndim <= d < ndim for d in dims) and {d % ndim for d in dims} == set(range(ndim))
 
 
-def _shaped(result: torch.Tensor, spec: ShardSpec, keepdim: bool) -> torch.Tensor:
-    return result.reshape((1,) * len(spec.shape)) if keepdim else result
+def _shaped(result: torch.Tensor, spec: ShardSpec, named: dict[str, Any]) -> torch.Tensor:
+    return result.reshape((1,) * len(spec.shape)) if named.get("keepdim") else result
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -80,113 +67,84 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _one(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> tuple[ShardSpec, torch.Tensor, dict[str, Any]]:
+def _one(func: Any, args: Any, kwargs: Any) -> tuple[ShardSpec, torch.Tensor, dict[str, Any]]:
     """Return spec, local shard and named arguments of a reduction over all dimensions; raise for any other."""
     named = _arguments(func, args, kwargs)
     source = args[0] if args else None
     if (
-        not isinstance(source, cls)
+        not isinstance(source, ShardTensor)
         or named.get("out") is not None
         or not full_reduction(source._spec, named.get("dim"))
+        or ("dim" in named and func._opname in ("max", "min"))  # would also return indices
     ):
-        raise gather_error([source._spec] if isinstance(source, cls) else [], str(func))
+        raise gather_error((args, kwargs), func)
     return source._spec, source._local, named
 
 
-def _empty(func: Any, spec: ShardSpec, local: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    # Without elements there is nothing to communicate; plain torch decides if that is an error.
+def _plain(func: Any, spec: ShardSpec, local: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """Have plain torch reduce an empty tensor, or raise for a dtype; there is nothing to communicate."""
     return func(local.new_empty(spec.shape), *args[1:], **kwargs)
 
 
-def _sum(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    spec, local, named = _one(cls, func, args, kwargs)
-    if spec.numel == 0:
-        return _empty(func, spec, local, args, kwargs)
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    spec, local, named = _one(func, args, kwargs)
     dtype = named.get("dtype") or (local.dtype if local.is_floating_point() or local.is_complex() else torch.int64)
     mean = func._opname == "mean"
-    if mean and not (dtype.is_floating_point or dtype.is_complex):
-        return _empty(func, spec, local, args, kwargs)  # raises what plain torch raises
+    if spec.numel == 0 or (mean and not (dtype.is_floating_point or dtype.is_complex)):
+        return _plain(func, spec, local, args, kwargs)
     # Halves are summed in float and rounded once, as in torch's own kernels.
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    result = total(local.sum(dtype=wide), spec.comm, _what(func, spec))
+    own = local.count_nonzero() if func._opname == "count_nonzero" else local.sum(dtype=wide)
+    result = _total(own, spec, func)
     if mean:
         result = result / spec.numel
-    return _shaped(result.to(dtype), spec, named.get("keepdim", False))
+    return _shaped(result if func._opname == "count_nonzero" else result.to(dtype), spec, named)
 
 
-def _variance(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    spec, local, named = _one(cls, func, args, kwargs)
+def _variance(func: Any, args: Any, kwargs: Any) -> Any:
+    spec, local, named = _one(func, args, kwargs)
+    if spec.numel == 0 or not local.is_floating_point():
+        return _plain(func, spec, local, args, kwargs)
     correction = named.get("correction")
     if correction is None:
         correction = 1 if named.get("unbiased", True) else 0
-    if spec.numel == 0 or not local.is_floating_point():
-        return _empty(func, spec, local, args, kwargs)
-    what = _what(func, spec)
     wide = local.double()
-    mean = total(wide.sum(), spec.comm, what) / spec.numel
-    squares = total((wide - mean).square().sum(), spec.comm, what)
+    mean = _total(wide.sum(), spec, func) / spec.numel
+    squares = _total((wide - mean).square().sum(), spec, func)
     result = squares / max(spec.numel - correction, 0)
-    result = result.sqrt() if func._opname == "std" else result
-    return _shaped(result.to(local.dtype), spec, named.get("keepdim", False))
+    return _shaped((result.sqrt() if func._opname == "std" else result).to(local.dtype), spec, named)
 
 
-def _extreme(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    spec, local, named = _one(cls, func, args, kwargs)
-    if "dim" in named and func._opname in ("max", "min"):  # would also return indices
-        raise gather_error([spec], str(func))
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    spec, local, named = _one(func, args, kwargs)
     if spec.numel == 0:
-        return _empty(func, spec, local, args, kwargs)
-    result = extreme(local, func._opname in ("max", "amax"), spec.comm, _what(func, spec))
-    return _shaped(result, spec, named.get("keepdim", False))
+        return _plain(func, spec, local, args, kwargs)
+    name, dtype = func._opname, local.dtype
+    if name in ("any", "all"):
+        local, dtype = local != 0, torch.uint8 if dtype == torch.uint8 else torch.bool  # as in plain torch
+    result = _extreme_of(local, name in ("max", "amax", "any"), spec, func)
+    return _shaped(result.to(dtype), spec, named)
 
 
-def _any_all(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    spec, local, named = _one(cls, func, args, kwargs)
-    every = func._opname == "all"
-    flag = local.all() if every else local.any()
-    result = _flag(flag, every, spec.comm, _what(func, spec)) if spec.numel else flag
-    if local.dtype == torch.uint8:
-        result = result.to(torch.uint8)  # as in plain torch
-    return _shaped(result, spec, named.get("keepdim", False))
-
-
-def _count_nonzero(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    spec, local, _ = _one(cls, func, args, kwargs)
-    return total(local.count_nonzero(), spec.comm, _what(func, spec)) if spec.numel else local.count_nonzero()
-
-
-def _item(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    # One rank has the value of a one-element parameter, which is its sum.
-    source = args[0]
-    spec, local = source._spec, source._local
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    spec, local = args[0]._spec, args[0]._local
     if spec.numel != 1:
-        return func(local.new_empty(spec.shape))  # raises what plain torch raises
-    value = local.sum() if local.dtype != torch.bool else local.any().to(torch.int64)
-    value = total(value, spec.comm, _what(func, spec)).to(local.dtype)
-    return value.item()
+        return _plain(func, spec, local, (), {})  # raises what plain torch raises
+    # One rank has the value of a one-element parameter, which is its sum.
+    return _total(local.sum(), spec, func).to(local.dtype).item()
 
 
-def _dot(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    first, second = args
-    if not (isinstance(first, cls) and isinstance(second, cls) and same_cut(first._spec, second._spec)):
-        raise gather_error([t._spec for t in args if isinstance(t, cls)], str(func))
-    dtype, locals_ = first.dtype, [first._local, second._local]
-    if dtype == second.dtype and dtype in (torch.float16, torch.bfloat16):
-        locals_ = [local.float() for local in locals_]
-    return total(func(*locals_), first._spec.comm, _what(func, first._spec)).to(dtype)
-
-
-def _equal(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> bool:
-    first, second = args[0], args[1]
-    if first.shape != second.shape:
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    pair = args[:2]
+    if pair[0].shape != pair[1].shape:
         return False
-    sharded = first if isinstance(first, cls) else second
-    spec = sharded._spec
-    if isinstance(first, cls) and isinstance(second, cls) and not same_cut(first._spec, second._spec):
-        raise gather_error([first._spec, second._spec], str(func), "needs both cut alike, and they are not")
-    locals_ = [t._local if isinstance(t, cls) else shard_of_full(t, spec) for t in (first, second)]
-    same = torch.tensor(func(*locals_, *args[2:], **kwargs), device=sharded._local.device)
-    return bool(_flag(same, True, spec.comm, _what(func, spec))) if spec.numel else True
+    specs = [t._spec for t in pair if isinstance(t, ShardTensor)]
+    if not same_cut(specs[0], specs[-1]):
+        raise gather_error(pair, func, "needs both cut alike, and they are not")
+    spec = specs[0]
+    shards = [t._local if isinstance(t, ShardTensor) else shard_of_full(t, spec) for t in pair]
+    same = torch.tensor(func(*shards, *args[2:], **kwargs), device=shards[0].device)
+    return bool(_extreme_of(same, False, spec, func)) if spec.numel else True
 
 
 # -- norms --------------------------------------------------------------------------------------------------------
@@ -202,69 +160,64 @@ def _local_norm(local: torch.Tensor, order: float, dtype: torch.dtype | None) ->
     return torch.linalg.vector_norm(local, order, dtype=dtype).double()
 
 
-def _join_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
-    """Return the norms of full tensors from those of their shards; `norms` has shape ``[ranks, tensors]``, in double."""
-    if order == 0:
-        return norms.sum(0)
-    return torch.linalg.vector_norm(norms, order, dim=0)
+def _norms(
+    tensors: Sequence[ShardTensor], order: float, dtype: torch.dtype | None, what: str
+) -> Iterable[torch.Tensor]:
+    """Return the norms of full tensors that have elements, 0-dim. Collective, with one message."""
+    own = torch.stack([_local_norm(t._local, order, dtype) for t in tensors])
+    shards = tensors[0]._spec.comm.all_gather(own, what)
+    norms = shards.sum(0) if order == 0 else torch.linalg.vector_norm(shards, order, dim=0)
+    for t, norm in zip(tensors, norms.unbind(), strict=True):
+        result = dtype or t._local.dtype
+        yield norm.to(result.to_real() if result.is_complex else result)
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _vector_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
-    spec, local, named = _one(cls, func, args, kwargs)
-    order = named.get("ord", named.get("p", 2))
-    order = 2.0 if order is None else float(order)
-    dtype = named.get("dtype")
+def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    spec, local, named = _one(func, args, kwargs)
     if spec.numel == 0 or not (local.is_floating_point() or local.is_complex()):
-        return _empty(func, spec, local, args, kwargs)
-    norm = _local_norm(local, order, dtype).reshape(1)
-    result = _join_norms(spec.comm.all_gather(norm, _what(func, spec)), order)[0]
-    return _shaped(result.to(_real(dtype or local.dtype)), spec, named.get("keepdim", False))
+        return _plain(func, spec, local, args, kwargs)
+    order = named.get("ord", named.get("p"))
+    (norm,) = _norms([args[0]], 2.0 if order is None else float(order), named.get("dtype"), _what(func, spec))
+    return _shaped(norm, spec, named)
 
 
-def foreach_norm(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the norm of each tensor of a list, 0-dim. Collective, with one message for the list."""
     named = _arguments(func, args, kwargs)
     tensors, order, dtype = named["self"], float(named.get("ord", 2)), named.get("dtype")
     results: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
-        if not isinstance(t, cls):
-            results[i] = torch.linalg.vector_norm(t, order, dtype=dtype)
-        elif t._spec.numel == 0:
-            results[i] = torch.linalg.vector_norm(t._local.new_empty(t._spec.shape), order, dtype=dtype)
-        else:
+        if isinstance(t, ShardTensor) and t._spec.numel:
             groups.setdefault((id(t._spec.comm), t._local.device), []).append(i)
+        else:
+            full = t._local.new_empty(t._spec.shape) if isinstance(t, ShardTensor) else t
+            results[i] = torch.linalg.vector_norm(full, order, dtype=dtype)
     for members in groups.values():
-        specs = [tensors[i]._spec for i in members]
-        norms = torch.stack([_local_norm(tensors[i]._local, order, dtype) for i in members])
-        what = f"_foreach_norm of {len(members)} sharded tensors from {specs[0].name}"
-        joined = _join_norms(specs[0].comm.all_gather(norms, what), order)
-        for i, value in zip(members, joined.unbind(), strict=True):
-            results[i] = value.to(_real(dtype or tensors[i]._local.dtype))
+        chosen = [tensors[i] for i in members]
+        what = f"_foreach_norm of {len(members)} sharded tensors from {chosen[0]._spec.name}"
+        for i, norm in zip(members, _norms(chosen, order, dtype, what), strict=True):
+            results[i] = norm
     return results
 
 
-def unscale_and_check(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> None:
+def unscale_and_check(func: Any, args: Any, kwargs: Any) -> None:
     """Divide gradients by the loss scale; `found_inf` becomes 1 where any rank found one. Collective."""
     gradients, found_inf, inverse_scale = args
-    slices = [t._local if isinstance(t, cls) else t for t in gradients]
+    shards = [t._local if isinstance(t, ShardTensor) else t for t in gradients]
     if found_inf.device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized():
         # The gradients are in host memory, and the scale of the GradScaler is on the GPU: the scaler has started copies of
         # scale and `found_inf` to the host. Hazards: reading the scale before it has arrived, and writing `found_inf` before.
         torch.cuda.current_stream().synchronize()
-    func(slices, found_inf, inverse_scale)
+    func(shards, found_inf, inverse_scale)
     # The operator does not increment versions itself, by which the engine knows if a cached norm is still right.
-    torch.autograd.graph.increment_version(slices)
-    comms = {id(t._spec.comm): t._spec for t in gradients if isinstance(t, cls)}
+    torch.autograd.graph.increment_version(shards)
+    comms = {id(t._spec.comm): t._spec for t in gradients if isinstance(t, ShardTensor)}
     for spec in comms.values():
         spec.comm.all_reduce(found_inf, "max", f"the check for non-finite gradients from {spec.name} on")
 
 
-REDUCTIONS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+REDUCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "sum": _sum,
     "mean": _sum,
     "std": _variance,
@@ -273,11 +226,9 @@ REDUCTIONS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "min": _extreme,
     "amax": _extreme,
     "amin": _extreme,
-    "any": _any_all,
-    "all": _any_all,
-    "count_nonzero": _count_nonzero,
-    "dot": _dot,
-    "vdot": _dot,
+    "any": _extreme,
+    "all": _extreme,
+    "count_nonzero": _sum,
     "equal": _equal,
     "allclose": _equal,
     "_local_scalar_dense": _item,

@@ -14,6 +14,8 @@ from ..errors import NeedsGatherError
 from ..layout.dtensor_placement import part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
+from ..utils.pytree import tensors_in
+from .state import STATE
 
 __all__ = [
     "ShardSpec",
@@ -68,18 +70,16 @@ class ShardSpec:
         if self.part is not None:
             # Other ranks' parts may be cut differently. Their cuts follow from the full shape and the number of parts.
             shape, stride, cut = self.part.shape, self.part.stride, (*cut, self.part)
-        values = {
-            "name": slot.name,
-            "shape": torch.Size(shape),
-            "stride": stride,
-            "numel": math.prod(shape),
-            "start": start,
-            "stop": stop,
-            "length": stop - start,
-            "cut": cut,
-        }
-        for key, value in values.items():
-            object.__setattr__(self, key, value)
+        vars(self).update(
+            name=slot.name,
+            shape=torch.Size(shape),
+            stride=stride,
+            numel=math.prod(shape),
+            start=start,
+            stop=stop,
+            length=stop - start,
+            cut=cut,
+        )
 
     @property
     def world_rank(self) -> int:
@@ -108,13 +108,20 @@ def boxes_in(values: torch.Tensor, order: Sequence[int], boxes: Iterable[Box]) -
         position += box.numel
 
 
-def gather_error(specs: Sequence[ShardSpec], what: str, why: str = "needs the whole parameter") -> NeedsGatherError:
-    """Return the error for an operation `what` on the parameters of `specs` that can't be computed on shards."""
+def gather_error(operands: Any, what: Any, why: str = "needs the full parameter") -> NeedsGatherError:
+    """Return the error for an operation that can't be computed on shards.
+
+    Args:
+        operands: of the operation, those that are sharded and others, nested; or the :class:`ShardSpec` of the sharded one.
+        what: the operation or its name.
+        why: why it can't.
+    """
+    specs = [operands] if isinstance(operands, ShardSpec) else []
+    specs = specs or [t._shard_state.spec for t in tensors_in(operands) if hasattr(t, STATE)]  # type: ignore[attr-defined]
     names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
-    rank = specs[0].world_rank if specs else "?"
     message = (
-        f"rank {rank}: {what} on the sharded {names} {why}. Use `with engine.gathered(parameter):` around it "
-        "(grads=True for its gradient, write=True to keep changes)."
+        f"rank {specs[0].world_rank if specs else '?'}: {str(what).removeprefix('__get__:')} on the sharded {names} {why}. Use "
+        "`with engine.gathered(parameter):` around it (grads=True for its gradient, write=True to keep changes)."
     )
     step = getattr(specs[0].comm, "unknown_step", None) if specs else None
     return NeedsGatherError(message if step is None else step.refuse(message))
@@ -195,10 +202,10 @@ def broadcast_shard(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.
         result = torch.broadcast_shapes(spec.shape, operand.shape)
         if result != spec.shape:
             raise gather_error(
-                [spec],
+                spec,
                 what,
                 f"of shape {tuple(spec.shape)} with a tensor of shape {tuple(operand.shape)} gives {tuple(result)}, "
-                "which needs the whole parameter",
+                "which needs the full parameter",
             )
         operand = operand.expand(spec.shape)
     return shard_of_full(operand, spec)

@@ -19,9 +19,6 @@ import torch
 from ..errors import ShardPicklingError
 from ..layout.flat_layout import Box
 from ..offload.pending_writes import pending_writes_of
-from . import attributes, dispatch, torch_function
-from .full_tensor import full_tensors
-from .function_sets import DEVICE, DTYPE, GETTERS
 from .spec import ShardSpec, boxes_in, broadcast_shard, same_cut, shard_of_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
@@ -51,23 +48,24 @@ class ShardTensor(torch.Tensor):
     _unit_ref: weakref.ref[UnitPort] | None = property(  # type: ignore[assignment]
         operator.attrgetter("_shard_state.unit_ref")
     )
-    _shard_class: type[ShardTensor]  # ShardTensor itself, also for its subclass in dtensor_classes
 
     @staticmethod
     def __new__(
         cls, local: torch.Tensor, spec: ShardSpec, *, unit: Any = None, requires_grad: bool = False
     ) -> ShardTensor:
-        if local.dim() != 1 or local.numel() != spec.length:
-            raise ValueError(
-                f"rank {spec.world_rank} holds {spec.length} elements of {spec.name} in one dimension, "
-                f"not {tuple(local.shape)}."
-            )
+        assert local.shape == (spec.length,)
         unit_ref = weakref.ref(unit) if unit is not None else None
         self = cls._wrap(local, spec, unit_ref)
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.requires_grad_(True)
         return self
+
+    @property
+    def _unit(self) -> UnitPort | None:
+        """The unit of a parameter; None for any other tensor, and where the unit is gone."""
+        ref = self._shard_state.unit_ref
+        return None if ref is None else ref()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # torch.Tensor.__init__ would look at the arguments.
@@ -88,7 +86,7 @@ class ShardTensor(torch.Tensor):
         """Return the shard of a plain tensor of the global shape, in memory of its own. Not collective."""
         return cls._wrap(shard_of_full(full.detach(), spec).clone(), spec)
 
-    # -- the gradient ---------------------------------------------------------------------------------------------
+    # -- the gradient and the values ------------------------------------------------------------------------------
     # Every step reads and clears `.grad`, and a property costs a fraction of `__torch_function__`.
     @property
     def grad(self) -> Any:  # type: ignore[override]
@@ -103,32 +101,40 @@ class ShardTensor(torch.Tensor):
     def grad(self) -> None:
         attributes.set_grad(self, None)
 
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Another ShardTensor of the same shard, without a gradient."""
+        return attributes.get_data(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        attributes.set_data(self, value)
+
     # -- the two dispatch mechanisms ------------------------------------------------------------------------------
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in GETTERS:  # hot: read many times a step
+            shown: Any = None
             if func == DTYPE:  # `is` would not do: each read makes a new object
-                dtype = torch_function.computed_in(args[0])
-                if dtype is not None:
-                    return dtype
+                shown = torch_function.computed_in(args[0])
             elif func == DEVICE:
-                device = torch_function.computed_on(args[0])
-                if device is not None:
-                    return device
+                shown = torch_function.computed_on(args[0])
+            if shown is not None:
+                return shown
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return torch_function.call(ShardTensor, func, args, kwargs or {})
+        return torch_function.call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return dispatch.dispatch(ShardTensor, func, args, kwargs or {})
+        return dispatch.dispatch(func, args, kwargs or {})
 
     # -- the shard and the full tensor ----------------------------------------------------------------------------
     def to_local(self) -> torch.Tensor:
         """Return this rank's shard: 1-D, memory order, shared memory, without gradient. Not collective."""
-        unit = self._unit_ref() if self._unit_ref is not None else None
+        unit = self._unit
         if unit is not None:
             unit.exposed = True
         home = pending_writes_of(self)
@@ -145,7 +151,7 @@ class ShardTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        unit = self._unit_ref() if self._unit_ref is not None else None
+        unit = self._unit
         if unit is not None and getattr(self, "_is_param", False):
             return unit.deepcopy_param(self, memo)
         with torch._C.DisableTorchFunctionSubclass():
@@ -166,7 +172,7 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
-            f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's slice. "
+            f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's shard. "
             'Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, and for optimizers '
             "engine.optim_state_dict(optimizer), called on all ranks; put a torch.distributed.barrier() behind what one rank "
             "writes."
@@ -241,4 +247,7 @@ class ShardTensor(torch.Tensor):
         raise ValueError(f"rank {spec.world_rank} holds no part of {spec.name} at {tuple(index.offset)}.")
 
 
-ShardTensor._shard_class = ShardTensor
+# These modules import ShardTensor, so that it has to be there first; hence the package imports this module first.
+from . import attributes, dispatch, torch_function  # noqa: E402
+from .full_tensor import full_tensors  # noqa: E402
+from .function_sets import DEVICE, DTYPE, GETTERS  # noqa: E402

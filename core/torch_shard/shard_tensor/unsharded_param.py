@@ -1,4 +1,4 @@
-"""The unsharded parameter, with which modules compute while their unit is unsharded."""
+"""The unsharded parameter, with which modules compute while their unit is unsharded, and functions of its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
 
 
 class InBuffer:
-    """An unsharded parameter's link to the user's sharded one, which has its ``.grad`` and post-accumulate hooks."""
+    """A link from an unsharded parameter to the user's sharded one, which has the ``.grad`` and post-accumulate hooks."""
 
     __slots__ = ()
     _place: tuple[Any, int] | None = None  # a weak reference to the FlatBuffer, and the index there
@@ -57,7 +57,8 @@ class UnshardedParam(InBuffer, nn.Parameter):
     """An unsharded parameter: a view of its unit's full buffer.
 
     No version counter shows an edit through ``.data``, so that a read of ``.data`` is noted. A value that is assigned to
-    ``.data`` is copied if it fits, because the memory must stay the buffer's. For DTensors see :mod:`.dtensor_classes`.
+    ``.data`` is copied if it fits, because the memory must stay the buffer's. Unsharded parameters that are DTensors have a
+    class of their own in :mod:`.dtensor_classes`.
     """
 
     data_taken: bool = False
@@ -89,50 +90,50 @@ def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
     _grad.__set__(tensor, value)
 
 
-def memory_of(leaf: torch.Tensor) -> torch.Tensor:
-    """Return `leaf`, or the local tensor of one that is a DTensor."""
-    found: torch.Tensor = getattr(leaf, "_local_tensor", leaf)
+def memory_of(param: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
+    found: torch.Tensor = getattr(param, "_local_tensor", param)
     return found
 
 
-def move(leaf: nn.Parameter, view: torch.Tensor) -> None:
-    """Point `leaf` at the memory of `view`."""
-    if memory_of(leaf) is leaf:
-        _data.__set__(leaf, view)
+def move(param: nn.Parameter, view: torch.Tensor) -> None:
+    """Point an unsharded parameter at the memory of `view`."""
+    if memory_of(param) is param:
+        _data.__set__(param, view)
     else:
-        leaf._local_tensor = view.data  # type: ignore[attr-defined]
+        param._local_tensor = view.data  # type: ignore[attr-defined]
 
 
-def show_as_plain(leaves: list[nn.Parameter], plain: bool) -> None:
+def show_as_plain(params: list[nn.Parameter], plain: bool) -> None:
     """Give unsharded parameters the plain class nn.Parameter, which notes no reads of ``.data``, or their own class again."""
-    for leaf in leaves:
-        leaf.__dict__.pop("data_taken", None)
-        shown, noted = getattr(leaf, "classes", (nn.Parameter, UnshardedParam))
-        leaf.__class__ = shown if plain else noted
+    for param in params:
+        param.__dict__.pop("data_taken", None)
+        shown, noted = getattr(param, "classes", (nn.Parameter, UnshardedParam))
+        param.__class__ = shown if plain else noted
 
 
-def is_view(leaf: torch.Tensor, view: torch.Tensor) -> bool:
-    """Return True if `leaf` has the memory, shape, strides and dtype of `view`."""
-    leaf = memory_of(leaf)
+def is_view(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Return True if an unsharded parameter has the memory, shape, strides and dtype of `view`."""
+    memory = memory_of(param)
     return (
-        leaf.data_ptr() == view.data_ptr()
-        and leaf.shape == view.shape
-        and leaf.stride() == view.stride()
-        and leaf.dtype == view.dtype
+        memory.data_ptr() == view.data_ptr()
+        and memory.shape == view.shape
+        and memory.stride() == view.stride()
+        and memory.dtype == view.dtype
     )
 
 
-def refuse_recorded_edit(leaf: torch.Tensor, name: str, rank: int) -> None:
+def refuse_recorded_edit(param: torch.Tensor, name: str, rank: int) -> None:
     """Raise if a frozen parameter was edited in place with a value that records gradients.
 
     In plain torch the parameter becomes part of that value's graph. Here the edit would be kept without the graph, and the
     gradient would be lost.
 
     Raises:
-        ShardError: the graph was dropped from `leaf`.
+        ShardError: the parameter was edited so; its graph has been dropped.
     """
-    if leaf.grad_fn is not None:
-        leaf.detach_()
+    if param.grad_fn is not None:
+        param.detach_()
         raise recorded_edit(name, rank)
 
 
@@ -140,7 +141,7 @@ def recorded_edit(name: str, rank: int) -> ShardError:
     """Return the error for an edit of a frozen parameter with a value that records gradients."""
     return ShardError(
         f"rank {rank}: {name} does not require gradients, and was edited in place with a value that does. The parameter is "
-        "stored in slices, which record nothing, so that this value would get no gradient. Compute out of place "
+        "stored in shards, which record nothing, so that this value would get no gradient. Compute out of place "
         "(weight * scale), or edit it under torch.no_grad()."
     )
 

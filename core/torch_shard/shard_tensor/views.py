@@ -9,16 +9,14 @@ torch itself tells the range: the operator runs on a meta tensor of the same sha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..errors import LayoutError
 from ..offload.pending_writes import pending_writes_of
 from .spec import ShardSpec, gather_error
-
-if TYPE_CHECKING:
-    from .tensor import ShardTensor
+from .tensor import ShardTensor
 
 __all__ = ["VIEWS", "following", "stands_alone", "view"]
 
@@ -56,7 +54,7 @@ def stands_alone(tensor: Any) -> bool:
     return step is None or not step.runs()
 
 
-def view(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
+def view(func: Any, args: Any, kwargs: Any) -> Any:
     """Run one of :data:`VIEWS`.
 
     Raises:
@@ -64,11 +62,11 @@ def view(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
             that does not stand alone (:func:`stands_alone`).
     """
     source, name = args[0], func._opname
-    if not isinstance(source, cls) or name not in VIEWS:  # t_(), squeeze_()
-        raise gather_error([t._spec for t in args if isinstance(t, cls)], str(func))
+    if not isinstance(source, ShardTensor) or name not in VIEWS:  # t_(), squeeze_()
+        raise gather_error(args, func)
     spec = source._spec
     if name == "as_strided" and len(args) > 3 and not spec.layout.aligned:
-        raise gather_error([spec], str(func))  # the storage offset is one in the memory of the view's base
+        raise gather_error(spec, func)  # the storage offset is one in the memory of the view's base
     like = torch.empty_strided(spec.shape, spec.stride, dtype=source._local.dtype, device="meta")
     try:
         found = func(like, *args[1:], **kwargs)
@@ -76,32 +74,31 @@ def view(cls: type[ShardTensor], func: Any, args: Any, kwargs: Any) -> Any:
         if name != "_unsafe_view" and stands_alone(source):
             raise  # as plain torch does
         # A view of a copy: plain torch would have made the copy contiguous, a ShardTensor keeps its strides.
-        raise gather_error([spec], str(func)) from None
-    results = []
+        raise gather_error(spec, func) from None
     # In inference mode, too, a view of an ordinary tensor is an ordinary tensor; see dispatch._alias.
     with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
-        for one in found if isinstance(found, (list, tuple)) else (found,):
-            results.append(_over(cls, source, like, one, func))
-    return results if isinstance(found, (list, tuple)) else results[0]
+        if isinstance(found, (list, tuple)):
+            return [_over(source, like, one, func) for one in found]
+        return _over(source, like, found, func)
 
 
-def _over(cls: type[ShardTensor], source: Any, like: torch.Tensor, found: torch.Tensor, func: Any) -> ShardTensor:
+def _over(source: Any, like: torch.Tensor, found: torch.Tensor, func: Any) -> ShardTensor:
     spec, local = source._spec, source._local
     start = found.storage_offset()
     if found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype and not start:
-        return following(source, cls._wrap(local, spec, source._unit_ref))
+        return following(source, ShardTensor._wrap(local, spec, source._unit_ref))
     known = found.dtype == like.dtype and func._opname != "as_strided" and spec.part is None
     if not known or not stands_alone(source):
-        raise gather_error([spec], str(func))
+        raise gather_error(spec, func)
     try:
         layout = spec.layout.view(spec.index, tuple(found.shape), found.stride(), start)
     except LayoutError:
-        why = "gives a view with gaps in memory, which has no slices; an edit of a copy would be lost"
-        raise gather_error([spec], str(func), why) from None
+        why = "gives a view with gaps in memory, which no shards have; an edit of a copy would be lost"
+        raise gather_error(spec, func, why) from None
     part = ShardSpec(layout, 0, spec.rank, spec.comm)
     if part.length != spec.length:
         first = start + part.start - spec.start if part.length else 0
         # Below autograd a view gets a version counter of its own, but edits must show in that of the shard.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             local = local[first : first + part.length]
-    return following(source, cls._wrap(local, part))
+    return following(source, ShardTensor._wrap(local, part))

@@ -170,7 +170,7 @@ def refuse_inside(runtime: Runtime, what: str) -> None:
     runtime.forwards.leave_interrupted()
     runtime.on_demand.check_copies()
     for unit in runtime.units:
-        if unit.is_summoned or unit.summons or unit.running:
+        if unit.is_summoned or unit.gathered_calls or unit.running:
             raise UnitStateError(
                 f"rank {runtime.collectives.world_rank}: {what} inside a forward or engine.gathered() of unit "
                 f"{unit.name!r}; call it outside."

@@ -88,7 +88,7 @@ class Unit:
         self.state = State.SHARDED if self.gathers else State.FULL
         self.pending: list[Pending | QuantizedGather | SecondaryGather | Crossing] = []
         self.running = 0  # forwards that compute with this unit at this moment
-        self.installed = 0  # forwards and summons that have put the unsharded parameters into the modules
+        self.installed = 0  # forwards and gathered() calls that have put the unsharded parameters into the modules
         self._state_before_summon = self.state
         self.is_summoned = False  # `state` is SUMMONED; an attribute, since it is asked for each gradient
         self.awaits_trigger = False  # recomputed in backward before its own trigger: see Forwards.enter
@@ -110,9 +110,8 @@ class Unit:
         self.rounds = 0  # reductions issued in this backward
         self.streams: set[Any] = set()  # CUDA streams that compute with the unsharded parameters
         self.checks = 2  # iterations that still look for untracked edits of the unsharded parameters
-        self.summons: list[
-            Any
-        ] = []  # the running engine.gathered() calls, the innermost last: see unshard/write_back.py
+        # The running engine.gathered() calls that hold this unit, the innermost last: see unshard/write_back.py.
+        self.gathered_calls: list[Any] = []
         self._flattened: list[nn.RNNBase] | None = None  # see _rnns
         self._modules: list[tuple[nn.Module, int]] | None = None  # see kept_tensors
         self.gather_text = f"the all-gather of unit {name!r}"

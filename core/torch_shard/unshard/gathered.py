@@ -1,8 +1,8 @@
 """``engine.gathered(...)``, inside which modules hold full plain parameters, and ``engine.apply`` on top of it.
 
-There are two ways. *In place*: all ranks get the values on the mesh's device. The unit's own full buffer and leaves serve,
-and a backward inside reduces gradients as usual. *Copies*: only some ranks get the values, or on another device. Each unit
-is unsharded by itself, and copied where it is wanted.
+There are two ways. *In place*: all ranks get the values on the mesh's device. The unit's own full buffers and unsharded
+parameters serve, and a backward inside reduces gradients as usual. *Copies*: only some ranks get the values, or the values
+are on another device, or modules compute with other values than the stored ones. Each unit is then gathered into new memory.
 
 In both ways ``FlatBuffer.unsharded_params`` has the parameters that the modules hold, and that ``ShardTensor.__torch_function__``
 substitutes for a sharded parameter: the unit's own, or the copies.
@@ -11,6 +11,7 @@ substitutes for a sharded parameter: the unit's own, or the copies.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,12 +23,11 @@ from ..comm.consensus import agree
 from ..errors import ConfigError, ShardError, UnitStateError
 from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
-from ..shard_tensor.unsharded_param import is_view, move, set_own_grad, show_as_plain
-from ..unit.flat_buffer import FlatBuffer
+from ..shard_tensor.unsharded_param import is_view, set_own_grad, show_as_plain
 from ..unit.full_values import full_flat, full_tensors_from
-from ..unit.unit import Unit, unit_of
-from .full_values import local_grads, refill
-from .write_back import Request, Summons, open_on, write_back
+from ..unit.unit import State, Unit, unit_of
+from .full_values import local_grads
+from .write_back import GatheredUnit, Request, write_back
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def gathered(
         error = problem
     agree(runtime, what, [(request.write, request.ranks, request.device.type, request.grads), held], error)
 
-    entered: list[Summons] = []
+    entered: list[GatheredUnit] = []
     solo = request.ranks is not None
     failed = True
     try:
@@ -87,8 +87,8 @@ def gathered(
                 write_back(runtime, entered, failed)
     finally:
         runtime.solo -= solo
-        for summons in reversed(entered):
-            _leave(runtime, summons)
+        for one in reversed(entered):
+            _leave(runtime, one)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -99,17 +99,11 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
     if target is None:
         return list(runtime.units)
     found: set[int] = set()
-    modules: set[int] = set()
-    leaves: dict[int, Unit] = {}
-    for unit in runtime.units:
-        for flat in unit.flats:
-            leaves.update({id(leaf): unit for leaf in flat.unsharded_params})
+    unsharded = {id(p): unit.index for unit in runtime.units for flat in unit.flats for p in flat.unsharded_params}
 
     def visit(item: Any) -> None:
         if isinstance(item, nn.Module):
-            modules.update(id(m) for m in item.modules())
-            for p in item.parameters():
-                visit(p)
+            visit(item.parameters())
         elif isinstance(item, ShardTensor):
             unit = unit_of(item)
             if unit is None or unit.runtime is not runtime:
@@ -119,8 +113,8 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
                 )
             found.add(unit.index)
         elif isinstance(item, torch.Tensor):
-            if id(item) in leaves:
-                found.add(leaves[id(item)].index)  # any other plain tensor is full anyway
+            if id(item) in unsharded:
+                found.add(unsharded[id(item)])  # any other plain tensor is full anyway
         elif isinstance(item, Iterable) and not isinstance(item, (str, bytes, dict)):
             for entry in item:
                 visit(entry)
@@ -130,36 +124,25 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
             )
 
     visit(target)
-    for unit in runtime.units:
-        if any(id(module) in modules for module, *_ in unit.places):
-            found.add(unit.index)
-    return [u for u in runtime.units if u.index in found]
+    return [unit for unit in runtime.units if unit.index in found]
 
 
 def _ranks(c: Collectives, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if ranks is None:
         return None
-    chosen = [ranks] if isinstance(ranks, int) else list(ranks)
-    for rank in chosen:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < c.world:
-            raise ConfigError(f"ranks: {rank!r} is not one of the ranks 0 to {c.world - 1}.")
-    if not chosen:
-        raise ConfigError("ranks: no rank is named; leave it out for all ranks.")
-    return None if len(set(chosen)) == c.world else tuple(sorted(set(chosen)))
+    chosen = {ranks} if isinstance(ranks, int) else set(ranks)
+    if not chosen or not chosen <= set(range(c.world)):
+        raise ConfigError(f"ranks: {ranks!r} must name one or several of the ranks 0 to {c.world - 1}.")
+    return None if len(chosen) == c.world else tuple(sorted(chosen))
 
 
 def _device(c: Collectives, device: torch.device | str | None) -> torch.device:
     if device is None:
         return c.device
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device: {error}") from error
+    found = torch.device(device)
     if found.type == "meta":
         raise ConfigError("device: the meta device holds no values.")
-    if found.type == c.device.type and found.index is None:
-        return c.device
-    return found
+    return c.device if found.type == c.device.type and found.index is None else found
 
 
 def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
@@ -172,19 +155,17 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
                 "ranks of its mesh must compute together, on its device; leave ranks= and device= out."
             )
         unit.leave_interrupted()
-        stack = open_on(unit)
-        if stack:
-            outer = stack[-1]
-            if not outer.in_place and not outer.request.same_place(request):
+        if unit.gathered_calls:
+            outer = unit.gathered_calls[-1].request
+            if (outer.ranks, outer.device) != (request.ranks, request.device):
                 raise UnitStateError(
-                    f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.request.ranks or 'all'} and "
-                    f"device {outer.request.device} by an enclosing engine.gathered(); nest only with the same ranks "
-                    "and device (or within a call for all ranks, on their device, of what is computed with as it is stored)."
+                    f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.ranks or 'all'} and "
+                    f"device {outer.device} by an enclosing engine.gathered(); nest only with the same ranks and device."
                 )
         elif unit.running:
             raise UnitStateError(
                 f"rank {rank}: engine.gathered() of unit {unit.name!r} inside a forward that uses it: there the "
-                "modules already hold the whole parameters. Use them directly, or call gathered() before or after the "
+                "modules already hold the full parameters. Use them directly, or call gathered() before or after the "
                 "forward."
             )
 
@@ -192,191 +173,182 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
 # -- entering ---------------------------------------------------------------------------------------------------------
 
 
-def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[Summons]) -> None:
+def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[GatheredUnit]) -> None:
     c = runtime.collectives
-    here = request.names(c.world_rank)
-    started: list[Summons] = []
+    here = request.ranks is None or c.world_rank in request.ranks
+    started: list[GatheredUnit] = []
     for unit in units:
-        stack = open_on(unit)
-        outer = stack[-1] if stack else None
-        plain_place = request.ranks is None and request.device == c.device
-        if outer is not None and outer.request.same_place(request):
-            summons = Summons(unit, request, outer.in_place, here, shared=True)
-            summons.unsharded_params, summons.buffers = outer.unsharded_params, outer.buffers
+        if unit.gathered_calls:  # nested calls share the values
+            outer = unit.gathered_calls[-1]
+            one = GatheredUnit(unit, request, outer.in_place, here, shared=True)
+            one.unsharded_params, one.buffers = outer.unsharded_params, outer.buffers
         else:
             # In place is possible only if modules compute with the stored values.
-            in_place = outer is None and plain_place and unit.exact
-            summons = Summons(unit, request, in_place, here, overlay=outer is not None)
-            if in_place:
-                summons.keep = refill(runtime, unit)
-        started.append(summons)
+            one = GatheredUnit(unit, request, request.ranks is None and request.device == c.device and unit.exact, here)
+            if one.in_place:
+                one.keep = _refill(runtime, unit)
+        started.append(one)
     # All in-place unshards are started before the first is waited for.
     try:
-        for summons in started:
-            _enter_one(summons)
-            entered.append(summons)
+        for one in started:
+            _enter_one(one)
+            entered.append(one)
     except BaseException:
-        for summons in started[len(entered) :]:
-            if summons.in_place and not summons.shared:
-                summons.unit.reshard()
+        for one in started[len(entered) :]:
+            if one.in_place and not one.shared:
+                one.unit.reshard()
         raise
 
 
-def _enter_one(summons: Summons) -> None:
-    unit, request = summons.unit, summons.request
-    if not summons.shared:
+def _refill(runtime: Runtime, unit: Unit) -> bool:
+    """Start an unshard with the present values, and return True if a running backward needs the unit afterwards. Collective."""
+    keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
+    if unit.state is not State.SHARDED:
+        # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
         unit.wait()
-        if summons.in_place:
+        unit.reshard()
+    unit.unshard()
+    if not keep:
+        runtime.schedule.gathered.pop(unit.index, None)
+    return keep
+
+
+def _enter_one(one: GatheredUnit) -> None:
+    unit, request = one.unit, one.request
+    if not one.shared:
+        unit.wait()
+        if one.in_place:
             for flat in unit.flats:
                 flat.mirror()
-            summons.unsharded_params = [flat.unsharded_params for flat in unit.flats]
-            summons.buffers = [flat.full for flat in unit.flats]
-            if not unit.gathers:  # the leaves view the shards: edits must be undone if they are not written back
+            one.unsharded_params = [flat.unsharded_params for flat in unit.flats]
+            one.buffers = [flat.full for flat in unit.flats]
+            if not unit.gathers:  # these are views of the shards: edits must be undone if they are not written back
                 with torch.inference_mode(False):
-                    summons.backup = [flat.shard.clone() for flat in unit.flats]
+                    one.backup = [flat.shard.clone() for flat in unit.flats]
         else:
-            _copy(summons)
+            _copy(one)
     full_grads: list[list[torch.Tensor | None]] = []
     if request.grads:
         for flat in unit.flats:
             found = full_tensors_from(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
             full_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
-    if summons.here and not summons.shared:
-        _install(summons)
-    open_on(unit).append(summons)
-    if summons.here:
-        summons.wants = [[leaf.requires_grad for leaf in leaves] for leaves in summons.unsharded_params]
-        if request.grads or not summons.in_place:
-            _refuse_backward(summons)
-        for leaves, values in zip(summons.unsharded_params, full_grads, strict=False):
-            for leaf, value in zip(leaves, values, strict=True):
-                if value is not None and value.dtype != leaf.dtype:
-                    leaf.grad_dtype = value.dtype
-                set_own_grad(leaf, None if value is None else value.to(leaf.device))
+    if one.here and not one.shared:
+        _install(one)
+    unit.gathered_calls.append(one)
+    if one.here:
+        one.wants = [[param.requires_grad for param in params] for params in one.unsharded_params]
+        if request.grads or not one.in_place:
+            _refuse_backward(one)
+        for params, values in zip(one.unsharded_params, full_grads, strict=False):
+            for param, value in zip(params, values, strict=True):
+                if value is not None and value.dtype != param.dtype:
+                    param.grad_dtype = value.dtype
+                set_own_grad(param, None if value is None else value.to(param.device))
 
 
-def _copy(summons: Summons) -> None:
-    unit, device = summons.unit, summons.request.device
+def _copy(one: GatheredUnit) -> None:
+    unit, device = one.unit, one.request.device
     for flat in unit.flats:
-        if summons.overlay:
-            full = flat.full  # with the edits of the enclosing gathered()
-        else:
-            full = full_flat(flat, f"the all-gather of unit {unit.name!r}")
-        if not summons.here:
+        full = full_flat(flat, f"the all-gather of unit {unit.name!r}")
+        if not one.here:
             continue
         with torch.inference_mode(False), torch.no_grad():
-            if full is flat.full or full is flat.shard or full.device != device:
+            if full is flat.shard or full.device != device:
                 full = full.to(device, copy=True)
-            leaves = [flat.parameter_over(full, i) for i in range(len(flat.params))]
+            params = [flat.parameter_over(full, i) for i in range(len(flat.params))]
         with torch._C.DisableTorchFunctionSubclass():
-            for p, leaf in zip(flat.params, leaves, strict=True):
-                leaf.requires_grad_(p.requires_grad)
-        summons.unsharded_params.append(leaves)
-        summons.buffers.append(full)
+            for sharded, param in zip(flat.params, params, strict=True):
+                param.requires_grad_(sharded.requires_grad)
+        one.unsharded_params.append(params)
+        one.buffers.append(full)
 
 
-def _install(summons: Summons) -> None:
-    unit = summons.unit
-    if not summons.overlay:
-        unit.summon()  # first, because uninstall() must not take edits for those of a forward
-    if summons.overlay:
-        unit.uninstall()
+def _install(one: GatheredUnit) -> None:
+    unit = one.unit
+    unit.summon()  # first, because uninstall() must not take edits for those of a forward
     for flat in unit.flats:
         flat.mirror()  # while flat.unsharded_params are the unit's own: copies must not get their hooks
-    summons.covered = [flat.unsharded_params for flat in unit.flats]
-    _set_leaves(unit, summons.unsharded_params)
+    one.covered = [flat.unsharded_params for flat in unit.flats]
+    _exchange(unit, one.unsharded_params)
     for flat in unit.flats:
         show_as_plain(flat.unsharded_params, True)
     try:
         unit.install()
     except ShardError:
-        _set_leaves(unit, summons.covered)
-        if summons.overlay:
-            unit.install()
-        else:
-            for flat in unit.flats:
-                show_as_plain(flat.unsharded_params, False)
-            unit.dismiss()
+        _dismiss(one)
         raise
-    if not summons.overlay:
-        unit.running += 1  # so that the unit is neither resharded nor copied
+    unit.running += 1  # so that the unit is neither resharded nor copied
 
 
-def _set_leaves(unit: Unit, leaves: list[list[nn.Parameter]]) -> None:
-    for flat, chosen in zip(unit.flats, leaves, strict=True):
+def _exchange(unit: Unit, params: list[list[nn.Parameter]]) -> None:
+    for flat, chosen in zip(unit.flats, params, strict=True):
         flat.unsharded_params = chosen
 
 
-def _refuse_backward(summons: Summons) -> None:
-    unit = summons.unit
-    for flat, leaves in zip(unit.flats, summons.unsharded_params, strict=True):
-        for slot, leaf in zip(flat.layout.slots, leaves, strict=True):
-            if leaf.requires_grad:
-                summons.hooks.append(leaf.register_hook(_Refusal(slot.name, unit.collectives.world_rank)))
+def _dismiss(one: GatheredUnit) -> None:
+    """Undo what :func:`_install` has done before it put the parameters into the modules."""
+    _exchange(one.unit, one.covered)
+    for flat in one.unit.flats:
+        show_as_plain(flat.unsharded_params, False)
+    one.unit.dismiss()
 
 
-class _Refusal:
-    """A gradient hook that raises, because this gradient can't be reduced."""
+def _refuse_backward(one: GatheredUnit) -> None:
+    """Have a backward raise that reaches one of the parameters, because this gradient can't be reduced."""
+    rank = one.unit.collectives.world_rank
 
-    def __init__(self, name: str, rank: int) -> None:
-        self.name, self.rank = name, rank
+    def refusal(name: str) -> Callable[[torch.Tensor], None]:
+        def refuse(grad: torch.Tensor) -> None:
+            raise UnitStateError(
+                f"rank {rank}: a backward reached {name} as engine.gathered() gave it with ranks=, device= or grads=, or "
+                "because it is computed with in another dtype (ShardConfig.precision) or as other ranks decode it "
+                "(ShardConfig.quantized): such a gradient can't be reduced. Run forward and backward outside, or gather "
+                "without these."
+            )
 
-    def __call__(self, grad: torch.Tensor) -> None:
-        raise UnitStateError(
-            f"rank {self.rank}: a backward reached {self.name} as engine.gathered() gave it with ranks=, device= or grads=, or "
-            "because it is computed with in another dtype (ShardConfig.precision) or as other ranks decode it "
-            "(ShardConfig.quantized): such a gradient can't be reduced. Run forward and backward outside, or gather without "
-            "these."
-        )
+        return refuse
+
+    for flat, params in zip(one.unit.flats, one.unsharded_params, strict=True):
+        for slot, param in zip(flat.layout.slots, params, strict=True):
+            if param.requires_grad:
+                one.hooks.append(param.register_hook(refusal(slot.name)))
 
 
 # -- leaving ----------------------------------------------------------------------------------------------------------
 
 
-def _leave(runtime: Runtime, summons: Summons) -> None:
-    unit = summons.unit
-    open_on(unit).remove(summons)
-    if summons.in_place:  # copies keep the hooks: a graph over copies is refused outside as well
-        for hook in summons.hooks:
+def _leave(runtime: Runtime, one: GatheredUnit) -> None:
+    unit = one.unit
+    unit.gathered_calls.remove(one)
+    if one.in_place:  # copies keep the hooks: a graph over copies is refused outside as well
+        for hook in one.hooks:
             hook.remove()
-    if summons.here:
+    if one.here:
         with torch._C.DisableTorchFunctionSubclass():
-            for flat, leaves, wanted in zip(unit.flats, summons.unsharded_params, summons.wants, strict=False):
-                for p, leaf, before in zip(flat.params, leaves, wanted, strict=True):
-                    if summons.request.grads or not summons.shared:
-                        set_own_grad(leaf, None)
-                    if leaf.requires_grad != before:  # frozen or unfrozen inside
-                        p.requires_grad_(leaf.requires_grad)
-    if summons.shared:
+            for flat, params, wanted in zip(unit.flats, one.unsharded_params, one.wants, strict=False):
+                for sharded, param, before in zip(flat.params, params, wanted, strict=True):
+                    if one.request.grads or not one.shared:
+                        set_own_grad(param, None)
+                    if param.requires_grad != before:  # frozen or unfrozen inside
+                        sharded.requires_grad_(param.requires_grad)
+    if one.shared:
         return
-    if summons.here:
-        moved: list[tuple[FlatBuffer, int]] = []  # the unit's own leaves to which the user gave other memory
-        for flat, leaves, buffer in zip(unit.flats, summons.unsharded_params, summons.buffers, strict=True):
-            for i, leaf in enumerate(leaves):
-                view = flat.view(buffer, i)
-                if not is_view(leaf, view):
-                    move(leaf, view.data)
-                    if summons.in_place:
-                        moved.append((flat, i))
-        for flat, values in zip(unit.flats, summons.backup, strict=False):
+    if one.here:
+        for flat, values in zip(unit.flats, one.backup, strict=False):
             with torch.no_grad():
                 flat.shard.copy_(values)
         unit.uninstall()
-        _set_leaves(unit, summons.covered)
-        for flat, i in moved:
-            flat.put_back(i)
-        if summons.overlay:
-            unit.install()
-        else:
-            unit.running -= 1
-            unit.dismiss()
-            for flat in unit.flats:
-                show_as_plain(flat.unsharded_params, False)
+        _dismiss(one)
+        unit.running -= 1
         for flat in unit.flats:
+            if one.in_place:
+                for i, param in enumerate(flat.unsharded_params):
+                    if not is_view(param, flat.view(flat.full, i)):  # the user has given it other memory
+                        flat.put_back(i)
             flat.mirror()
-    if summons.in_place and unit.gathers:
+    if one.in_place and unit.gathers:
         unit.reshard()
-        if summons.keep:  # backward goes on with the values as they are now
+        if one.keep:  # backward goes on with the values as they are now
             unit.unshard()
             unit.wait()
             runtime.schedule.gathered[unit.index] = unit
@@ -391,27 +363,19 @@ def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) ->
     In each call the module's own parameters are full, and those of its children, too, if all of them are in one unit.
     Otherwise `fn` sees the children's parameters sharded, on which elementwise edits work.
     """
-    units_for: dict[int, list[Unit]] = {}
-    for module in model.modules():
-        own = units_of(runtime, [p for p in module._parameters.values() if p is not None])
+
+    def full_in(module: nn.Module) -> list[Unit]:
         below = units_of(runtime, module)
-        units_for[id(module)] = below if len(below) <= 1 else own
-    order: list[nn.Module] = []
+        return below if len(below) <= 1 else units_of(runtime, module.parameters(recurse=False))
 
-    def visit(module: nn.Module) -> None:
+    def children_first(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            visit(child)
-        order.append(module)
+            yield from children_first(child)
+        yield module
 
-    visit(model)
-    at = 0
-    while at < len(order):  # consecutive modules with the same units share one gathered()
-        units = units_for[id(order[at])]
-        stop = at + 1
-        while stop < len(order) and units_for[id(order[stop])] == units:
-            stop += 1
-        # Also without units, so that all ranks compare what they do.
-        with gathered(runtime, [u.params for u in units], write=True):
-            for module in order[at:stop]:
+    # Consecutive modules with the same units share one gathered(); one without units, so that all ranks compare what they do.
+    modules = [(full_in(module), module) for module in children_first(model)]
+    for units, together in itertools.groupby(modules, lambda pair: pair[0]):
+        with gathered(runtime, [unit.params for unit in units], write=True):
+            for _, module in together:
                 fn(module)
-        at = stop

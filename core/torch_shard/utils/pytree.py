@@ -53,15 +53,19 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: 
 
 
 def own_memory(value: Any, tensors: list[torch.Tensor], storages: set[int]) -> tuple[Any, list[torch.Tensor]]:
-    """Return `value` and its `tensors`, with copies of those whose storage, which will be released, is in `storages`.
+    """Return `value` with copies of those of its `tensors` that lie in one of `storages`, which will be freed; and the copies.
 
-    The copies carry gradients back. Containers in which something changes are copied, too.
+    The copies carry gradients back. Containers are copied where something in them changes.
     """
-    copies = {id(t): t.clone() for t in tensors if _storage(t) in storages}
-    if not copies:
-        return value, tensors
-    value = replace(value, copies)
-    return value, tensors_in(value)
+    copies = {id(t): _clone(t) for t in tensors if storage_of(t) in storages}
+    return (replace(value, copies) if copies else value), list(copies.values())
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    if not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor would not show whether it was edited
+        return tensor.clone()
 
 
 def replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -69,8 +73,8 @@ def replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     return _replace(value, copies, _DEPTH)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of the tensor's storage, or 0 if it has none of its own."""
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, or 0 if it has none of its own."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     plain = type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and local.layout is torch.strided
     return local.untyped_storage()._cdata if plain else 0

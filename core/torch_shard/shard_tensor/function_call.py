@@ -1,0 +1,65 @@
+"""A call of a torch function, as ``__torch_function__`` of a ShardTensor sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..utils.pytree import replace
+from .function_sets import IN_PLACE_OPERATORS
+
+__all__ = ["FunctionCall", "name_of"]
+
+
+def name_of(func: Any) -> str:
+    """Return a torch function's name, such as ``add_``; of a property ``__get__:data``."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name}:{getattr(func.__self__, '__name__', '')}"
+    return name.split(".", 1)[0]  # an ATen overload is called "add.Tensor"
+
+
+class FunctionCall:
+    """A torch function with its arguments, of which some are ShardTensors.
+
+    Attributes:
+        func, args, kwargs: the call.
+        name: the function's name.
+        tensors: the tensors among the arguments, also inside lists and tuples, in order.
+    """
+
+    __slots__ = ("args", "func", "kwargs", "name", "tensors")
+
+    def __init__(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.name, self.args, self.kwargs = func, name, args, kwargs
+        self.tensors: list[Any] = []
+        _collect(args, self.tensors)
+        if kwargs:
+            _collect(kwargs.values(), self.tensors)
+
+    @property
+    def target(self) -> Any:
+        """What the function writes to: a tensor, or a list of tensors; None if it makes its result."""
+        if "out" in self.kwargs:
+            return self.kwargs["out"]
+        name = self.name
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or name == "__setitem__" or name in IN_PLACE_OPERATORS:
+            return self.args[0] if self.args else None
+        return None
+
+    def run(self, originals: Sequence[torch.Tensor], replacements: Sequence[torch.Tensor]) -> Any:
+        """Call the function with `replacements` in the places of `originals` among the arguments."""
+        found = {id(t): other for t, other in zip(originals, replacements, strict=True)}
+        args, kwargs = replace((self.args, self.kwargs), found)
+        return self.func(*args, **kwargs)
+
+
+def _collect(values: Iterable[Any], found: list[Any]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
