@@ -213,9 +213,6 @@ def test_hints_are_named_and_what_would_change_numbers_is_refused(rank):
         lambda: model.set_all_reduce_hook(None),
         lambda: model.set_gradient_divide_factor(0),
         lambda: model.set_gradient_divide_factor("2"),
-        lambda: model.set_reshard_after_forward(2),
-        lambda: model.set_modules_to_forward_prefetch([nn.Linear(2, 2)]),
-        lambda: share_comm_ctx([nn.Linear(2, 2)]),
         lambda: register_fsdp_forward_method(model, "nothing"),
     ):
         with pytest.raises(ConfigError):

@@ -39,7 +39,7 @@ def test_bad_settings_are_refused_by_name(rank):
         ({"mesh": flat, "mesh_dims": "shard"}, "no names"),
         (
             {"strategy": "hybrid_shard", "shard_size": 1, "quantized": torch_shard.Quantized("int8")},
-            "each rank holds a whole copy",
+            "each rank holds all parameters",
         ),
         ({"mesh": (dist.group.WORLD, dist.group.WORLD)}, "a pair of process groups, which a hybrid strategy needs"),
     ]
@@ -59,7 +59,7 @@ def test_ranks_with_different_copies_are_told_so(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     dims = ("replicate", "shard") if rank < 2 else ("shard", "replicate")
     with pytest.raises(
-        ConfigError, match=r"which ranks share a copy .* differs between the ranks: on rank 0 0 1 . 2 3"
+        ConfigError, match=r"which ranks share a replica .* differs between the ranks: on rank 0 0 1 . 2 3"
     ):
         torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh, mesh_dims=dims, timeout=10.0)
     train_both(MLP, rank, 4, steps=1, **TWO)  # and the groups are usable

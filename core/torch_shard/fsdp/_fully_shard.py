@@ -1,4 +1,4 @@
-"""``fully_shard`` and the methods of the modules that it was called with: torch's FSDP2, over :func:`torch_shard.shard`."""
+"""torch's FSDP2 over :func:`torch_shard.shard`: ``fully_shard``, and the methods of the modules that it was called with."""
 
 from __future__ import annotations
 
@@ -37,35 +37,31 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """torch's fully_shard: `module` becomes a unit, or, called last and for the outermost module, a sharded model. Not
-    collective: the model is sharded when it is first used.
+    """Make `module` a unit, or a sharded model if it is the outermost module, as torch's fully_shard does.
 
-    Parameters become ShardTensors, not DTensors. What is in no unit of its own inside the outermost module is divided into units
-    automatically.
+    This is not collective: the model is sharded when it is first used. Parameters become ShardTensors, not DTensors. Parameters
+    of the outermost module that are in no unit are divided into units automatically.
 
     Args:
-        module: keeps its identity; its class becomes a subclass of its own and of :class:`FSDPModule`. A list stands for several
-            calls.
+        module: a module, which keeps its identity; its class becomes a subclass of its own and of :class:`FSDPModule`. A list
+            stands for several calls.
         mesh: the ranks, as a DeviceMesh of one dimension, or of two (replicate, shard) for hybrid sharding; all ranks by default.
-        reshard_after_forward: False for every module inside: parameters are kept until backward (``shard_grad_op``). A number of
-            ranks: those over which they stay divided. Else they are released after forward.
-        shard_placement_fn: cuts are flat; a mesh for single parameters is refused.
-        mp_policy: as in :class:`torch_shard.Precision`; inner modules have the same, or none.
-        offload_policy: with ``CPUOffloadPolicy`` for any module the whole model is offloaded, as by
-            :class:`torch_shard.Offload`.
-        ignored_params: are not sharded, nor reduced.
-        dp_mesh_dims: refused.
+        reshard_after_forward: False for every module inside keeps parameters until backward (``shard_grad_op``). A number of
+            ranks keeps them sharded among that many. Else they are resharded after forward.
+        shard_placement_fn: has no effect, since shards are 1-D ranges; a mesh for single parameters is refused.
+        mp_policy: the dtypes, as in :class:`torch_shard.Precision`; inner modules have the same policy, or none.
+        offload_policy: ``CPUOffloadPolicy`` for any module offloads the whole model, as :class:`torch_shard.Offload` does.
+        ignored_params: parameters that are not sharded, nor reduced.
+        dp_mesh_dims: must be None.
 
     Returns:
         `module`.
 
     Raises:
-        ConfigError: an argument that can't be kept, by name; a module without a forward, or that was wrapped before.
+        ConfigError: an argument asks for what the engine does not have, or a module has no forward or was wrapped before.
     """
     arguments = dict(locals())
     modules: list[nn.Module] = list(module) if isinstance(module, (list, tuple)) else [module]
-    if not modules:
-        raise ConfigError("fully_shard: the list of modules is empty.")
     for each in modules:
         if not isinstance(each, nn.Module):
             raise ConfigError(
@@ -97,13 +93,14 @@ class UnshardHandle:
 
 
 class FSDPModule(WrappedModule):
-    """In front of the class of a module that :func:`fully_shard` was called with; torch's methods.
+    """torch's methods for modules that :func:`fully_shard` was called with.
 
-    Methods that only ask for another order or place of communication do nothing but say so once.
+    The class stands before the module's own class. Methods that only ask for another order or place of communication have no
+    effect, and log that once.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module of the module's own class (``Sequential[1:3]``)."""
+        """Make a plain module of the module's own class, as in ``Sequential[1:3]``."""
         return cls._wrapped_class(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -115,15 +112,15 @@ class FSDPModule(WrappedModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
-            "a model of fully_shard can't be pickled: one rank would write its own slices. Save what "
-            "torch_shard.engine_of(model).state_dict() gives."
+            "a model of fully_shard can't be pickled: one rank would write its own shards. Save the result of "
+            "torch_shard.engine_of(model).state_dict()."
         )
 
-    # -- whole parameters ---------------------------------------------------------------------------------------
+    # -- full parameters ----------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Have the module hold its own whole parameters, those of wrapped modules inside excepted. Collective.
+        """Have the module hold its own full parameters, except those of wrapped modules inside. Collective.
 
-        Until :meth:`reshard`, or the next forward of a wrapped module of the model. Changes are lost.
+        This lasts until :meth:`reshard`, or the next forward of a wrapped module of the model. Changes are lost.
 
         Args:
             async_op: gather when the handle's ``wait()`` is called; the next forward gathers in any case.
@@ -140,18 +137,19 @@ class FSDPModule(WrappedModule):
         return None
 
     def reshard(self) -> None:
-        """Undo :meth:`unshard`. Collective then; outside of it modules hold their shards anyway."""
+        """Undo :meth:`unshard`, which is collective; without it, modules hold their shards anyway."""
         _close(cast(nn.Module, self))
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next backward reduces gradients. Not collective, but all ranks must use it alike.
+        """Set whether the next backward reduces gradients. Not collective, but all ranks must use it alike.
 
-        While it is off for some modules, gradients of the whole model are held back, and :meth:`Optimizer.step` refuses them.
+        While it is off for some modules, reductions of the whole model are deferred, and :meth:`Optimizer.step` refuses the
+        gradients.
 
         Args:
             requires_gradient_sync: False accumulates on this rank, as :meth:`Engine.no_sync` does.
-            recurse: for the wrapped modules inside, too.
+            recurse: set it for the wrapped modules inside, too.
         """
         for mark in self._marks(recurse):
             mark.sync = bool(requires_gradient_sync)
@@ -164,8 +162,8 @@ class FSDPModule(WrappedModule):
         """Divide the sum of the gradients of this module's own parameters by `factor`, in place of the number of ranks.
 
         Raises:
-            ConfigError: it is not a positive number, or a communication hook is registered.
-            ShardError: gradients wait for their reduction.
+            ConfigError: `factor` is not a positive number, or a communication hook is registered.
+            ShardError: reductions of gradients are deferred.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
             raise ConfigError(f"set_gradient_divide_factor: factor must be a positive number, not {factor!r}.")
@@ -177,31 +175,25 @@ class FSDPModule(WrappedModule):
             mark.divisor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of :meth:`set_gradient_divide_factor`."""
+        """Do what :meth:`set_gradient_divide_factor` does; this is its older name."""
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Parameters without a gradient on some ranks are always reduced rightly; nothing to do."""
+        """Do nothing: parameters without a gradient on some ranks are always reduced rightly."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Of hybrid sharding: gradients are all-reduced each time, which gives the same sum."""
+        """Log a warning: with hybrid sharding gradients are all-reduced each time, which gives the same sum."""
         if not requires_all_reduce and getattr(self._request().mesh, "ndim", 1) == 2:
             unused("FSDPModule", set_requires_all_reduce="gradients are all-reduced each time, with the same sum")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Every backward waits for its reductions."""
+        """Log a warning: every backward waits for its reductions."""
         if not is_last_backward:
             unused("FSDPModule", set_is_last_backward="every backward waits for its reductions")
 
-    # -- when parameters are released ---------------------------------------------------------------------------
+    # -- when parameters are resharded --------------------------------------------------------------------------
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """As the argument of :func:`fully_shard`; without effect once the model is sharded.
-
-        Raises:
-            ConfigError: it is not a bool.
-        """
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(f"set_reshard_after_forward: it must be True or False, not {reshard_after_forward!r}.")
+        """Change the argument of :func:`fully_shard`; this has no effect once the model is sharded."""
         if deferred_wrap.is_pending(cast(nn.Module, self)):
             for mark in self._marks(recurse):
                 mark.request = dataclasses.replace(mark.request, reshard=reshard_after_forward)
@@ -211,29 +203,20 @@ class FSDPModule(WrappedModule):
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Parameters are released after backward; ``ShardConfig(strategy="shard_optim")`` keeps them."""
+        """Log a warning: parameters are resharded after backward; ``ShardConfig(strategy="shard_optim")`` keeps them."""
         if not reshard_after_backward:
-            unused("FSDPModule", set_reshard_after_backward="parameters are released after backward")
+            unused("FSDPModule", set_reshard_after_backward="parameters are resharded after backward")
 
     # -- prefetch -----------------------------------------------------------------------------------------------
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """How many modules are gathered ahead; which ones follows from the order of use.
-
-        Raises:
-            ConfigError: one of `modules` was not given to :func:`fully_shard`.
-        """
+        """Set how many modules are gathered ahead. Which ones are follows from the order of use."""
         self._prefetch(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """As :meth:`set_modules_to_forward_prefetch`."""
+        """Do what :meth:`set_modules_to_forward_prefetch` does."""
         self._prefetch(modules, "set_modules_to_backward_prefetch")
 
     def _prefetch(self, modules: list[FSDPModule], what: str) -> None:
-        for module in modules:
-            if not isinstance(module, FSDPModule):
-                raise ConfigError(
-                    f"{what}: modules must be given to fully_shard first; this is a {type(module).__name__}."
-                )
         if deferred_wrap.is_pending(cast(nn.Module, self)):
             for mark in self._marks(False):
                 mark.prefetch = max(mark.prefetch, len(modules))
@@ -242,53 +225,56 @@ class FSDPModule(WrappedModule):
 
     # -- how it communicates ------------------------------------------------------------------------------------
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused."""
+        """Raise a ConfigError: the engine's collectives can't be replaced."""
         raise _custom("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused; :meth:`Engine.register_comm_hook` reduces in another way."""
+        """Raise a ConfigError; :meth:`Engine.register_comm_hook` takes a function that reduces."""
         raise _custom("set_custom_reduce_scatter")
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        """Refused; :meth:`Engine.register_comm_hook` reduces in another way."""
+        """Raise a ConfigError; :meth:`Engine.register_comm_hook` takes a function that reduces."""
         raise _custom("set_all_reduce_hook")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have this stream, behind which parameters are gathered, wait for `event`."""
+        """Have the current stream, after which parameters are gathered, wait for `event`."""
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().wait_event(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Gradients are divided and summed, always."""
+        """Do nothing: gradients are always divided and summed."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Units that backward does not need are found without being told."""
+        """Log a warning: units that backward does not need are found in any case."""
         if not unshard_in_backward:
             unused(
                 "FSDPModule",
-                set_unshard_in_backward="what backward does not need is not gathered, where that can be seen",
+                set_unshard_in_backward="units that backward does not need are not gathered in any case",
             )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Gathers and reductions have a process group each, always; ``ShardConfig(single_communicator=True)`` is one for both."""
+        """Log a warning: gathers and reductions have a process group each.
+
+        ``ShardConfig(single_communicator=True)`` gives them one.
+        """
         if not enable:
             unused("FSDPModule", set_separate_reduce_scatter_group="they have a process group each")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """At most two reductions are in flight."""
+        """Log a warning: at most two reductions are in flight."""
         unused("FSDPModule", set_reduce_scatter_max_input_buffers="at most two reductions are in flight")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Memory comes from torch's allocator."""
+        """Log a warning: memory comes from torch's allocator."""
         if enable:
             unused("FSDPModule", set_allocate_memory_from_process_group_for_comm="memory comes from torch's allocator")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Memory comes from torch's allocator."""
+        """Log a warning: memory comes from torch's allocator."""
         unused("FSDPModule", set_symm_mem_for_comm="memory comes from torch's allocator")
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward the model is ready for the next step anyway; nothing to do."""
+        """Do nothing: after an exception in forward or backward the model is ready for the next step anyway."""
 
     def _marks(self, recurse: bool) -> list[deferred_wrap.Mark]:
         module = cast(nn.Module, self)
@@ -303,7 +289,7 @@ class FSDPModule(WrappedModule):
 
 def _custom(what: str) -> ConfigError:
     return ConfigError(
-        f"FSDPModule.{what}: the engine's collectives can't be exchanged; its gradients can be reduced by a function of yours, "
+        f"FSDPModule.{what}: the engine's collectives can't be replaced; a function of yours can reduce gradients, "
         "torch_shard.engine_of(model).register_comm_hook()."
     )
 
@@ -312,7 +298,7 @@ def _custom(what: str) -> ConfigError:
 
 
 class _CloseFirst:
-    """Before a forward: what ``unshard`` has gathered goes, and the forward gathers as ever."""
+    """A forward pre-hook that reshards what ``unshard`` has gathered, so that the forward gathers as usual."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -348,9 +334,9 @@ def _close(module: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a wrapped module count as its forward. Not collective; of other modules nothing is done.
+    """Have a method of a wrapped module shard the model, as its forward does. Not collective; other modules are left alone.
 
-    Parameters used by other methods are gathered anyway; but a method that runs before any forward must shard the model.
+    Parameters that methods use are gathered anyway, so this is needed only for a method that runs before any forward.
 
     Raises:
         ConfigError: there is no such method.
@@ -371,13 +357,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Models over the same ranks share streams always; nothing to do.
-
-    Raises:
-        ConfigError: one of `modules` was not given to :func:`fully_shard`.
-    """
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ConfigError(
-                f"share_comm_ctx: modules must be given to fully_shard first; this is a {type(module).__name__}."
-            )
+    """Do nothing: models over the same ranks always share streams."""

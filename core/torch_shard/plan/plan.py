@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -30,12 +30,12 @@ class ParamInfo:
         name: the full name of its first registration, as ``named_parameters()`` gives it.
         owners: every ``(module name, attribute)`` that holds the object, the first registration
             first. A module registered under two names counts once, under its first name.
-        aliases: the other full names under which a ``state_dict()`` lists it; the first thousand of each place.
-        dtypes: the dtypes in which it is stored, computed with and reduced.
         shape: the global shape.
         stride: the global strides, in elements.
         dtype: its dtype when the plan was made.
         requires_grad: its flag when the plan was made. It may change during training.
+        dtypes: the dtypes in which it is stored, computed with and reduced.
+        aliases: the other full names under which a ``state_dict()`` lists it; the first thousand of each place.
         placed: its placements by tensor parallelism, as text; empty for a plain tensor.
         ways: the number of parts into which tensor parallelism cuts it. Bytes are those of one part.
     """
@@ -46,14 +46,10 @@ class ParamInfo:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    dtypes: Dtypes
     aliases: tuple[str, ...] = ()
-    dtypes: Dtypes = field(default=None)  # type: ignore[assignment]
     placed: str = ""
     ways: int = 1
-
-    def __post_init__(self) -> None:
-        if self.dtypes is None:
-            object.__setattr__(self, "dtypes", Dtypes(self.dtype, self.dtype, self.dtype, self.dtype))
 
     @property
     def numel(self) -> int:

@@ -182,7 +182,7 @@ _EQUAL = (
     "sync_module_states",
     "broadcast_buffers",
 )
-_COPIES = "which ranks share a copy (shard_size, mesh)"
+_COPIES = "which ranks share a replica (shard_size, mesh)"
 _DEVICE = "the kind of device"
 _FILES = "what is read from files"
 
