@@ -1,4 +1,4 @@
-"""What of a model's training lies in host memory: the user's choice."""
+"""The settings of offload: what lies in host memory and on disk."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from .checks import check_bools
 __all__ = ["BEHIND", "IN_FLIGHT", "PAGED", "STAGED", "Offload", "offload_of"]
 
 IN_FLIGHT = 1
-"""Units whose gradients are on their way to host memory when those of the next one take device memory."""
+"""The number of units whose gradients are being copied to host memory when those of the next unit take device memory."""
 STAGED = 3
-"""Buffers in host memory in which gradients arrive that are narrower than ``.grad``, until the host thread has widened them."""
+"""The number of buffers in host memory for gradients that arrive narrower than ``.grad``, until the host thread widens them."""
 BEHIND = 2
-"""Units on their way to disk."""
+"""The number of units that are being written to disk."""
 PAGED = BEHIND + 2
-"""Units in memory of those on disk: one is stepped on beside these, and one read ahead."""
+"""The number of units on disk that are in memory at a time: those being written, one that is stepped, and one read ahead."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """What lies in host memory, and how (ZeRO-Offload, arXiv 2101.06840; the step unit by unit beside the next forward: as
-    ZenFlow, arXiv 2505.12242, has it, but exact).
+    """The settings of offload to host memory (ZeRO-Offload, arXiv 2101.06840).
 
     The optimizer steps where its parameters are: in host memory, on a thread of its own, unit by unit in the order of forward.
-    The next forward waits for each unit's update when it comes to that unit; whatever else reads parameters, gradients or
-    optimizer state in the meantime waits, too.
+    The next forward waits for a unit's update when it comes to that unit, and so do all other readers of parameters, gradients
+    and optimizer state. (ZenFlow, arXiv 2505.12242, also steps beside the next forward, but not exactly.)
 
     Attributes:
-        params: keep parameters in host memory alone: what modules compute with crosses to the device whenever a unit is
-            gathered, in the dtype in which they compute. ``False``: besides the parameters that the optimizer steps on, each
-            rank keeps its shards on the device, in that dtype, so that nothing crosses between two steps.
-        optimizer: step in host memory, where the optimizer's state is then. ``False`` is for naming what is not offloaded; with
-            `params` it is refused, since the step works where the parameters are.
-        pin_memory: page-locked memory, without which copies hold up compute. ``False`` where the system does not give as much.
-        nvme: a directory, on a local disk: optimizer state is kept there, in files without names, read ahead of each unit's
-            update and written behind it, so that no more than four units' state is in memory. The system frees the space when
-            the process ends, however it ends. Linux only.
-        nvme_params: keep the parameters that the optimizer steps on there, too; what crosses to the device stays in memory.
+        params: keep parameters in host memory alone. Whenever a unit is gathered, its shards are copied to the device, in the
+            dtype in which modules compute. With ``False`` each rank also keeps its shards on the device, in that dtype, so that
+            nothing is copied between two steps.
+        optimizer: step in host memory, where the optimizer's state is then. ``False`` is refused, because the step works where
+            the parameters are.
+        pin_memory: take page-locked memory, without which copies hold up compute. ``False`` is for systems that don't give
+            enough of it.
+        nvme: a directory on a local disk in which optimizer state is kept, in files without names. It is read ahead of each
+            unit's update and written behind it, so that no more than four units' state is in memory. The system frees the space
+            when the process ends, however it ends. Linux only.
+        nvme_params: keep the parameters that the optimizer steps on disk, too; copies that cross to the device stay in memory.
 
     Raises:
         ConfigError: a value is of the wrong type, or the fields contradict each other.

@@ -1,8 +1,8 @@
-"""What ``torch.distributed.checkpoint.state_dict`` does for torch's own classes, for models of :mod:`torch_shard.fsdp`.
+"""A patch of ``torch.distributed.checkpoint.state_dict`` for models of :mod:`torch_shard.fsdp`.
 
-It asks for ShardTensors whatever ``state_dict_type`` is set, as it does with torch's FullyShardedDataParallel, where whole ones
-are the default. With ``full_state_dict=True`` it would hand them out as they are: what is saved as whole would be one rank's
-slices. The function of torch's in which whole tensors are made is wrapped, so that it gets them whole.
+Its functions ask for ShardTensors, whatever ``state_dict_type`` is set, as with torch's FullyShardedDataParallel. With
+``full_state_dict=True`` they would return these as they are, so that one rank's shards would be saved as full tensors. The patch
+wraps torch's function that makes full tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHAT = "get_state_dict(full_state_dict=True)"
 
 @functools.cache
 def install() -> None:
-    """Wrap its functions, once. Private; torch 2.13."""
+    """Patch the private functions (torch 2.13), once."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     original = dcp._maybe_full_or_cpu_state_dict
@@ -36,7 +36,7 @@ def install() -> None:
     @functools.wraps(original)
     def with_shards(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
         runtime = _runtime(info) if info.full_state_dict else None
-        return original(state_dict if runtime is None else _whole(runtime, state_dict, info.cpu_offload), info)
+        return original(state_dict if runtime is None else _full(runtime, state_dict, info.cpu_offload), info)
 
     dcp._maybe_full_or_cpu_state_dict = with_shards
     dcp._get_model_state_dict = as_shards()(dcp._get_model_state_dict)
@@ -44,7 +44,7 @@ def install() -> None:
 
 
 def _runtime(info: Any) -> Runtime | None:
-    """Of the sharded model that a call of torch's is about."""
+    """Return the runtime of the sharded model in a call of torch's; None if the model is not sharded."""
     for param in info.fqn_param_mapping.values():
         unit = unit_of(param)
         if unit is not None:
@@ -52,13 +52,13 @@ def _runtime(info: Any) -> Runtime | None:
     return None
 
 
-def _whole(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> dict[str, Any]:
-    """`state_dict` with whole tensors in new memory; on rank 0 alone where they go to the CPU. Collective."""
+def _full(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> dict[str, Any]:
+    """Return `state_dict` with full tensors in new memory, on rank 0 only if they go to the CPU. Collective."""
     keys = zlib.crc32(repr(_keys(state_dict)).encode()).to_bytes(4, "little")
     if len({tuple(each) for each in everyone(runtime, keys, _WHAT)}) > 1:
         raise ConfigError(
-            f"{_WHAT}: the ranks have state of different parameters, as of an optimizer that steps on whole matrices, each at "
-            "the rank that owns it. Use torch_shard.engine_of(model).optim_state_dict(optimizer)."
+            f"{_WHAT}: the ranks have state of different parameters, like that of an optimizer of full matrices, which is on the "
+            "rank that owns each matrix. Use torch_shard.engine_of(model).optim_state_dict(optimizer)."
         )
     wanted = not cpu_offload or runtime.collectives.world_rank == 0
 
@@ -66,7 +66,7 @@ def _whole(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> d
         if not isinstance(tensor, ShardTensor):
             return tensor.clone() if tensor.dim() == 0 else tensor  # the next step counts in place
         full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
-        # The others' entries are dropped behind this; until then they need no memory.
+        # torch drops the entries on other ranks afterwards; until then they need no memory.
         return (full.cpu() if cpu_offload else full) if wanted else full.new_empty(0)
 
     return mapped(state_dict, change)  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
 """Wrapped modules, and when the model around them is sharded.
 
-``FSDP(layer)`` and ``fully_shard(layer)`` can't know whether something larger will be wrapped later. So they leave a mark on
-the module, and the outermost wrapped module is sharded when something needs it: its first forward, or that of a wrapped module
-inside; a state dict; a method that communicates. Until then parameters are plain and whole. All ranks come there at the same
-point of the program.
+``FSDP(layer)`` and ``fully_shard(layer)`` can't know whether a module around the layer will be wrapped later. So they leave a
+mark on the layer. The outermost wrapped module is sharded when it is first needed: by its forward or that of a wrapped module
+inside, by a state dict, or by a method that communicates. All ranks come there at the same point of the program. Until then
+parameters are plain.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _KEY = "_torch_shard_fsdp"
 
 
 class Mark:
-    """What was asked for a module, and what its methods have set since."""
+    """The request for a wrapped module, and the settings that its methods have made since."""
 
     def __init__(self, module: nn.Module, request: Request) -> None:
         self.module = weakref.ref(module)
         self.request = request
-        self.outer: weakref.ref[nn.Module] | None = None  # the nearest wrapped module around it
-        self.sync = True  # reduces gradients
-        self.divisor: float | None = None  # of the sum of gradients, in place of the number of ranks
-        self.prefetch = 0  # units, where a method has asked for more
+        self.outer: weakref.ref[nn.Module] | None = None  # the nearest wrapped module around this one
+        self.sync = True  # backward reduces gradients
+        self.divisor: float | None = None  # the divisor of the sum of gradients, in place of the number of ranks
+        self.prefetch = 0  # the number of units that a method has asked for
         self.had_grads = any(p.grad is not None for p in module.parameters())
         self.opened: contextlib.ExitStack | None = None  # by FSDPModule.unshard
         self.was_sharded = False
@@ -63,17 +63,17 @@ class Mark:
 
 
 def mark_of(module: nn.Module) -> Mark | None:
-    """The mark of a wrapped module."""
+    """Return the mark of a module, or None if it is not wrapped."""
     found = module.__dict__.get(_KEY)
     return found if isinstance(found, Mark) else None
 
 
 def leave_mark(module: nn.Module, request: Request) -> Mark:
-    """Mark `module`, which is sharded later; what is wrapped inside it becomes a part of the same model. Not collective.
+    """Mark `module`, which is sharded later; wrapped modules inside it become parts of the same model. Not collective.
 
     Raises:
-        ConfigError: something inside is sharded already, or the module is a part of a model that is; it is inside several wrapped
-            modules, none of them around the others.
+        ConfigError: a parameter is sharded already, or the module is inside several wrapped modules, none of which is around the
+            others.
     """
     for name, p in module.named_parameters():
         if isinstance(p, ShardTensor) and p._unit_ref is not None:
@@ -83,7 +83,7 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
             )
     around = _around(module, request)
     mark = Mark(module, request)
-    # In __dict__, past nn.Module's __setattr__: it is neither a submodule nor in the state dict.
+    # nn.Module.__setattr__ is avoided: a mark is neither a submodule nor in the state dict.
     module.__dict__[_KEY] = mark
     for _, part in marks_in(module):
         nested = mark_of(part)
@@ -93,15 +93,15 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
     module.register_forward_pre_hook(ShardFirst(), prepend=True, with_kwargs=True)
     if around is None:
         _pending.add(module)
-    else:  # wrapped before what is inside it
+    else:  # the outer module was wrapped first
         mark.outer = weakref.ref(around)
     _watch_steps()
-    dcp_patch.install()  # what asks for a state dict may be the first use
+    dcp_patch.install()  # a state dict may be the first use of the model
     return mark
 
 
 def _around(module: nn.Module, request: Request) -> nn.Module | None:
-    """The nearest wrapped module around `module`, of a model that is not sharded yet."""
+    """Return the nearest wrapped module around `module`, of a model that is not sharded yet; None if there is none."""
     roots = [root for root in _pending if _holds(root, module)]
     if len(roots) > 1:
         raise ConfigError(
@@ -115,7 +115,10 @@ def _around(module: nn.Module, request: Request) -> nn.Module | None:
 
 
 def _holds(root: nn.Module, module: nn.Module) -> bool:
-    """Whether `module`, or its FullyShardedDataParallel, is inside `root`. Asked for all pairs: faster than ``modules()``."""
+    """Return True if `module`, or its FullyShardedDataParallel, is inside `root`.
+
+    This is asked for all pairs of wrapped modules, and is faster than ``modules()``.
+    """
     left, seen = [root], {id(root)}
     while left:
         for child in left.pop()._modules.values():
@@ -128,33 +131,33 @@ def _holds(root: nn.Module, module: nn.Module) -> bool:
 
 
 def marks_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The wrapped modules inside `module`, without itself, outer ones first."""
+    """Return the wrapped modules inside `module`, without itself, with their names, outer ones first."""
     return [
         (name, m) for name, m in module.named_modules() if m.__dict__ is not module.__dict__ and mark_of(m) is not None
     ]
 
 
 def _plain(module: nn.Module) -> nn.Module:
-    """The module itself, where `module` is a FullyShardedDataParallel over it."""
+    """Return the module over which `module` is a FullyShardedDataParallel, else `module`."""
     mark = mark_of(module)
     found = None if mark is None else mark.module()
     return module if found is None else found
 
 
 def root_of(module: nn.Module) -> nn.Module:
-    """The outermost wrapped module around a wrapped one, as far as is known now."""
+    """Return the outermost module around a wrapped one that is wrapped by now."""
     module = _plain(module)
     mark = mark_of(module)
     while mark is not None and mark.outer is not None:
         outer = mark.outer()
-        if outer is None:  # nothing holds it any more
+        if outer is None:  # it was deleted
             break
         module, mark = outer, mark_of(outer)
     return module
 
 
 def roots_in(module: nn.Module) -> list[nn.Module]:
-    """The outermost wrapped modules of any module: itself, the one around it, or those inside it."""
+    """Return the outermost wrapped module around `module` if it is wrapped, else the outermost wrapped modules inside it."""
     if mark_of(module) is not None:
         return [root_of(module)]
     found: dict[int, nn.Module] = {}
@@ -165,13 +168,13 @@ def roots_in(module: nn.Module) -> list[nn.Module]:
 
 
 def nested_name(module: nn.Module) -> str:
-    """The name of a wrapped module within its root, for messages."""
+    """Return the name of a wrapped module within its root, for messages."""
     root = root_of(module)
     return next((name for name, m in root.named_modules() if m.__dict__ is module.__dict__), "")
 
 
 def own_params(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that belong to a wrapped module, and to none of those inside it."""
+    """Return the parameters of a wrapped module that are in no wrapped module inside it."""
     inner = {id(p) for _, part in marks_in(module) for p in part.parameters()}
     return [p for p in module.parameters() if id(p) not in inner]
 
@@ -180,19 +183,19 @@ def own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def is_pending(module: nn.Module) -> bool:
-    """Whether a wrapped module is not sharded yet."""
+    """Return True if a wrapped module is not sharded yet."""
     return engine_of(root_of(module)) is None and not is_closed(module)
 
 
 def is_closed(module: nn.Module) -> bool:
-    """Whether it was sharded, and is a plain one since ``engine.close()``."""
+    """Return True if a wrapped module was sharded and is plain again after ``engine.close()``."""
     root = root_of(module)
     mark = mark_of(root)
     return mark is not None and mark.was_sharded and engine_of(root) is None
 
 
 def engine_around(module: nn.Module) -> Engine:
-    """The engine of a wrapped module's root, which is sharded now if it is not yet. Then collective.
+    """Return the engine of a wrapped module's root. Shard the root if it is not sharded yet, which is collective.
 
     Raises:
         ConfigError: the engine was closed.
@@ -216,7 +219,7 @@ def _shard(root: nn.Module) -> Engine:
     handles = [root.get_submodule(n).register_forward_hook(CastOutputs(dtype)) for n, dtype in outputs.items()]
     device = request.device
     try:
-        # Whichever context the first forward runs in: its buffers must be ordinary tensors.
+        # The first forward may be under inference_mode, and the buffers must be ordinary tensors.
         with torch.inference_mode(False), _on(device):
             engine = shard(root, mesh=request.mesh, **settings)
     except BaseException:
@@ -243,8 +246,11 @@ def _shard(root: nn.Module) -> Engine:
 
 
 def _register_wrappers(root: nn.Module) -> None:
-    """A layer at several places may have been replaced by its FullyShardedDataParallel at some of them only. They have one
-    ``__dict__``, and with two objects over it its parameters would be installed twice."""
+    """Replace a layer by its FullyShardedDataParallel wherever it is registered.
+
+    The user may have done so at some of several places only. Both objects have one ``__dict__``, so that its parameters would be
+    installed twice.
+    """
     modules = list(root.modules())
     wrappers = {id(m.__dict__): m for m in modules if _plain(m) is not m}
     for module in modules:
@@ -271,12 +277,12 @@ def _is_not_zero(grad: torch.Tensor) -> bool:
 
 
 class ShardFirst:
-    """Before the first forward of a wrapped module."""
+    """A forward pre-hook of wrapped modules that shards the model before the first forward."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         before = set(module._forward_pre_hooks)
         uncompiled(engine_around, module)
-        # The call that is running has its list of hooks already.
+        # The running call does not know the hooks that the engine has just registered.
         for key, hook in list(module._forward_pre_hooks.items()):
             if key in before:
                 continue
@@ -303,11 +309,7 @@ def _watch_steps() -> None:
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Gradients that came past every forward of a wrapped model were never reduced.
-
-    Raises:
-        ShardError: the optimizer holds such a gradient.
-    """
+    """Raise a ShardError if `optimizer` has a gradient of a wrapped model that was not used yet: it was never reduced."""
     if not _pending:
         return
     held = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
@@ -325,14 +327,14 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def set_sync(engine: Engine, value: bool) -> None:
-    """Whether the next backward reduces. As in torch's FSDP that is decided when backward runs, not by its forward."""
+    """Set whether the next backward reduces gradients. As in torch's FSDP, backward decides, not its forward."""
     runtime = engine._runtime
     runtime.require_sync = runtime.forward_sync = value
 
 
 @contextlib.contextmanager
 def without_sync(engine: Engine) -> Iterator[None]:
-    """``no_sync``."""
+    """Accumulate gradients on this rank inside."""
     before = engine.require_backward_grad_sync
     set_sync(engine, False)
     try:
@@ -342,24 +344,27 @@ def without_sync(engine: Engine) -> Iterator[None]:
 
 
 def apply_sync(root: nn.Module, engine: Engine) -> None:
-    """Hold gradients back while some wrapped module is told to: held ones are summed and reduced later, which is the same
-    number, and a step in between is refused."""
+    """Defer all reductions of a model while one of its wrapped modules is set to.
+
+    The deferred gradients are summed and reduced later, with the same result, and a step in between is refused.
+    """
     marks = [mark_of(root), *(mark_of(part) for _, part in marks_in(root))]
     set_sync(engine, all(mark.sync for mark in marks if mark is not None))
 
 
 def copy_sync(copied: nn.Module) -> None:
-    """:func:`apply_sync` to a copy of a model, whose runtime is new."""
+    """Call :func:`apply_sync` for a copy of a model, which has a new runtime."""
     engine = engine_of(copied)
     if engine is not None and mark_of(copied) is not None:
         apply_sync(copied, engine)
 
 
 def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:
-    """The sum of the gradients of a wrapped module's own parameters is divided by this.
+    """Divide the sum of the gradients of a wrapped module's own parameters by `divisor`.
 
     Raises:
-        ShardError: gradients wait for their reduction, divided already, or a hook reduces them.
+        ConfigError: a communication hook reduces the gradients.
+        ShardError: reductions are deferred, of gradients that are divided already.
     """
     gradients = [flat.gradients for unit in units_of(engine._runtime, own_params(module)) for flat in unit.flats]
     if any(g.hook is not None for g in gradients):

@@ -1,8 +1,8 @@
-"""``FullyShardedDataParallel``: torch's class, its arguments and methods, over :func:`torch_shard.shard`.
+"""torch's class FullyShardedDataParallel, its arguments and methods, over :func:`torch_shard.shard`.
 
-What ``FSDP(module)`` returns is a second object over the module's own ``__dict__``, of a class that is both
-FullyShardedDataParallel and the module's. So the wrapped model has the module's names, parameters, hooks and methods, without a
-prefix and without a second copy of anything; ``.module`` is the module that was given.
+``FSDP(module)`` returns a second object over the module's own ``__dict__``, of a class that is both FullyShardedDataParallel and
+the module's class. So the wrapped model has the module's names, parameters, hooks and methods, without a prefix; ``.module`` is
+the module that was given.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _of_wrapped(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _for_models(function: Callable[..., _R]) -> Callable[..., _R]:
-    """Return `function`, called for all wrapped models in a module; its result is that for the first one."""
+    """Return `function` for all wrapped models in a module; it returns the result for the first one."""
 
     @functools.wraps(function)
     def for_models(module: nn.Module, *args: Any, **kwargs: Any) -> _R:
@@ -68,39 +68,38 @@ def _for_models(function: Callable[..., _R]) -> Callable[..., _R]:
 
 
 class FullyShardedDataParallel(WrappedModule, nn.Module):
-    """torch's FullyShardedDataParallel, with its arguments. The model is sharded when the outermost wrapped module is first used;
-    with `auto_wrap_policy` at once, which is collective.
+    """torch's FullyShardedDataParallel, with its arguments.
 
-    Parameters keep their names, shapes and identity, whatever `use_orig_params` is. What is not wrapped inside the outermost
-    module is divided into units automatically.
+    The model is sharded when the outermost wrapped module is first used or, with `auto_wrap_policy`, at once, which is
+    collective. Parameters keep their names, shapes and identity, whatever `use_orig_params` is. Parameters of the outermost
+    module that are in no wrapped module inside are divided into units automatically.
 
     Args:
-        module: is not changed in class; submodules that `auto_wrap_policy` chooses are replaced by wrapped ones.
+        module: a module, which keeps its class; submodules that `auto_wrap_policy` chooses are replaced by wrapped ones.
         process_group: the ranks; a pair (shard, replicate) for the hybrid strategies.
-        sharding_strategy: the outermost one counts.
-        cpu_offload: with ``CPUOffload(offload_params=True)`` for any module the whole model is offloaded, as by
-            :class:`torch_shard.Offload`.
-        auto_wrap_policy: which submodules are wrapped, with the same arguments.
-        backward_prefetch: None, without `forward_prefetch`: no prefetch.
-        mixed_precision: as in :class:`torch_shard.Precision`; inner modules have the same, or none.
-        ignored_modules, ignored_states: are not sharded, nor reduced.
+        sharding_strategy: the strategy; the one of the outermost module is used.
+        cpu_offload: ``CPUOffload(offload_params=True)`` for any module offloads the whole model, as :class:`torch_shard.Offload`
+            does.
+        auto_wrap_policy: chooses submodules that are wrapped with the same arguments.
+        backward_prefetch: None, without `forward_prefetch`, turns prefetching off.
+        mixed_precision: the dtypes, as in :class:`torch_shard.Precision`; inner modules have the same, or none.
+        ignored_modules, ignored_states: modules and parameters that are not sharded, nor reduced.
         param_init_fn: fills modules on the meta device, which have memory when it is called.
-        device_id: where the shards are.
-        sync_module_states: send rank 0's values. Without it each rank keeps its slice of its own.
-        forward_prefetch: forwards prefetch by default.
-        limit_all_gathers: always.
-        use_orig_params: always.
-        device_mesh: in place of `process_group`.
+        device_id: the device of the shards.
+        sync_module_states: send rank 0's values. Without it each rank keeps its shard of its own values.
+        forward_prefetch: has no effect, since forward prefetches anyway.
+        limit_all_gathers, use_orig_params: have no effect, since they are always on.
+        device_mesh: the ranks, in place of `process_group`.
 
     Raises:
-        ConfigError: an argument that can't be kept, by name; or a module inside that is sharded already.
-        SetupError, UnavailableError: as :func:`torch_shard.shard`, where it shards.
+        ConfigError: an argument asks for what the engine does not have, or a module inside is sharded already.
+        SetupError, UnavailableError: the model can't be sharded, as for :func:`torch_shard.shard`.
     """
 
     _fsdp_wrapped_module: nn.Module  # a slot of the classes that `_over` makes: the __dict__ belongs to both objects
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A wrapper over `module`; of a wrapped module's class, a plain module of its own class (``Sequential[1:3]``)."""
+        """Make a wrapper over `module`, or from a wrapped module's class a plain module, as in ``Sequential[1:3]``."""
         if "_wrapped_class" in cls.__dict__:
             return cls._wrapped_class(*args, **kwargs)
         module = kwargs.get("module", args[0] if args else None)
@@ -170,18 +169,18 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Not nn.Module's, which would run the module's hooks a second time; and past a `forward` that was assigned to the module.
+        # nn.Module's method would run the module's hooks a second time, and call a `forward` that was assigned to the module.
         return type(self).forward(self, *args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """The module's own."""
+        """Compile the module in place, as ``nn.Module.compile`` does."""
         self._fsdp_wrapped_module.compile(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in _ATTRIBUTES:  # behind the module's own: it may have one of that name
+            if name in _ATTRIBUTES:  # the module's own attribute of that name comes first
                 return _ATTRIBUTES[name](self)
             raise
 
@@ -190,7 +189,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         inner = copy.deepcopy(self._fsdp_wrapped_module, memo)
-        if id(self) not in memo:  # the copy of the module may have come by here
+        if id(self) not in memo:  # copying the module may have copied this object, too
             other = memo[id(self)] = object.__new__(type(self))
             _bind(other, inner)
             deferred_wrap.copy_sync(inner)
@@ -198,21 +197,21 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
-            "a FullyShardedDataParallel model can't be pickled: one rank would write its own slices. Save its state_dict()."
+            "a FullyShardedDataParallel model can't be pickled: one rank would write its own shards. Save its state_dict()."
         )
 
     # -- the tree -----------------------------------------------------------------------------------------------
     def check_is_root(self) -> bool:
-        """Whether nothing around it is wrapped. Not collective."""
+        """Return True if no module around this one is wrapped. Not collective."""
         return deferred_wrap.root_of(self).__dict__ is self.__dict__
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrapped modules in `module`, itself included. Not collective.
+        """Return the wrapped modules in `module`, itself included. Not collective.
 
         Args:
-            module: any.
-            root_only: only those that are not inside another one.
+            module: any module.
+            root_only: leave out modules that are inside another wrapped one.
         """
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [m for m in found if m.check_is_root()] if root_only else found
@@ -222,10 +221,10 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank; the first backward outside reduces their sum. See :meth:`Engine.no_sync`.
 
-        As with torch's class it is the backward that must be inside, wherever its forward is.
+        As with torch's class, the backward must be inside, wherever its forward is.
 
         Raises:
-            ConfigError: not the outermost wrapped module.
+            ConfigError: this is not the outermost wrapped module.
         """
         with deferred_wrap.without_sync(self._root_engine("no_sync")):
             yield
@@ -233,10 +232,10 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their global norm is at most `max_norm`. Collective.
 
-        Args and result as in :meth:`Engine.clip_grad_norm_`.
+        The arguments and the result are those of :meth:`Engine.clip_grad_norm_`.
 
         Raises:
-            ConfigError: not the outermost wrapped module.
+            ConfigError: this is not the outermost wrapped module.
         """
         return self._root_engine("clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
 
@@ -244,7 +243,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         """Have `hook` reduce gradients; see :meth:`Engine.register_comm_hook`. Collective.
 
         Raises:
-            ConfigError: not the outermost wrapped module; or as there.
+            ConfigError: this is not the outermost wrapped module, or the engine refuses the hook.
         """
         self._root_engine("register_comm_hook").register_comm_hook(state, hook)
 
@@ -256,9 +255,9 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
             )
         return deferred_wrap.engine_around(self)
 
-    # -- whole parameters ---------------------------------------------------------------------------------------
+    # -- full parameters ----------------------------------------------------------------------------------------
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """``nn.Module.apply`` on whole parameters; what `fn` changes is kept. Collective once the model is sharded."""
+        """Apply `fn` to each module with full parameters, and keep its changes. Collective once the model is sharded."""
         if deferred_wrap.is_pending(self):
             return super().apply(fn)
         engine = deferred_wrap.engine_around(self)
@@ -279,17 +278,17 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, modules hold whole parameters. Collective, on entering and on leaving; see :meth:`Engine.gathered`.
+        """Have modules hold full parameters inside. Collective, on entering and on leaving; see :meth:`Engine.gathered`.
 
         All combinations of the arguments are allowed.
 
         Args:
-            module: a wrapped model, a part of one, or any module with wrapped ones inside; of others nothing happens.
-            recurse: wrapped modules inside `module`, too.
-            writeback: keep what is changed inside; rank 0's changes with `rank0_only`.
-            rank0_only: only rank 0 gets the values.
+            module: a wrapped model, a part of one, or any module with wrapped ones inside. Other modules are left alone.
+            recurse: gather the wrapped modules inside `module`, too.
+            writeback: keep changes made inside; with `rank0_only`, rank 0's changes.
+            rank0_only: give the values to rank 0 only.
             offload_to_cpu: put the values on the CPU.
-            with_grads: `.grad` is whole, too.
+            with_grads: gather `.grad`, too.
         """
         options: dict[str, Any] = {"write": writeback, "grads": with_grads}
         if rank0_only:
@@ -339,11 +338,11 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
 
 
 def _over(cls: type, module: nn.Module) -> Any:
-    """An object of `cls` and of the module's class, over the module's ``__dict__``."""
+    """Return an object of `cls` and of the module's class, over the module's ``__dict__``."""
     kind: Any = type(module)
     if not isinstance(module, FullyShardedDataParallel):
         namespace: dict[str, Any] = {"__slots__": ("_fsdp_wrapped_module",)}
-        if kind.forward is nn.Module.forward:  # what has no forward must not seem to have one
+        if kind.forward is nn.Module.forward:  # a module without a forward must not seem to have one
             namespace["forward"] = nn.Module.forward
         kind = class_over(cls, kind, cls.__name__, namespace)
     other = object.__new__(kind)
@@ -392,7 +391,7 @@ def _engines(module: nn.Module) -> list[Engine]:
 
 
 def _models(module: nn.Module, what: str) -> list[nn.Module]:
-    """The sharded models in `module`."""
+    """Return the sharded models in `module`."""
     if deferred_wrap.mark_of(module) is not None and deferred_wrap.root_of(module).__dict__ is not module.__dict__:
         raise ConfigError(
             f"FullyShardedDataParallel.{what}: {deferred_wrap.nested_name(module)} is a part of a wrapped model, which has "

@@ -1,4 +1,4 @@
-"""What FullyShardedDataParallel and fully_shard have in common: methods of ``nn.Module`` that shard the model first."""
+"""The methods of ``nn.Module`` that shard the model first, for FullyShardedDataParallel and fully_shard."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from . import deferred_wrap
 __all__ = ["WrappedModule", "class_over"]
 
 
-# Whether the state dict of a wrapped module is being made in this context.
+# True while the state dict of a wrapped module is made in this context.
 _running: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict of a wrapped module", default=False)
 
 
 class WrappedModule:
-    """Goes in front of the module's own class."""
+    """A class that stands before the module's own class."""
 
-    _wrapped_class: type[nn.Module]  # of the classes that class_over makes
+    _wrapped_class: type[nn.Module]  # the module's own class, in classes that class_over makes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, of the type that is set for the model. Shards the model if it is not yet; collective then, and
-        where whole tensors are asked for."""
-        # Inside a call for something larger the root alone decides: else half of the result would be from before sharding.
+        """Return the module's state dict, of the type that is set for the model.
+
+        Collective if full tensors are asked for, or if the model is not sharded yet: it is sharded first.
+        """
+        # In a call for a module around this one only the root may shard: else half of the result would be from before sharding.
         inside = bool(args) or kwargs.get("destination") is not None
         module: Any = self
         root = deferred_wrap.root_of(module)
@@ -48,13 +50,15 @@ class WrappedModule:
         finally:
             _running.reset(token)
         engine = engine_of(root)
-        if outermost and not is_root and engine is not None:  # the root's own is converted by its hook
+        if outermost and not is_root and engine is not None:  # the root's state dict is converted by a hook
             state_dict_type.convert(engine, found, args[1] if len(args) > 1 else kwargs.get("prefix", ""))
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The module's own, with whole tensors or ShardTensors; local slices where that form is set. Collective where whole
-        tensors are loaded into a sharded model."""
+        """Load a state dict of full tensors or ShardTensors, or of local shards if that type is set.
+
+        Collective if full tensors are loaded into a sharded model.
+        """
         module: Any = self
         if deferred_wrap.is_pending(module):
             if strict and any(p.device.type == "meta" for p in module.parameters()):
@@ -63,7 +67,9 @@ class WrappedModule:
                 t.device.type == "meta" for t in (*module.parameters(), *module.buffers())
             ):
                 deferred_wrap.engine_around(module)
-            if assign and not deferred_wrap.is_pending(module):  # what had no memory has some now, and is copied to
+            if assign and not deferred_wrap.is_pending(
+                module
+            ):  # parameters have memory now, to which values are copied
                 assign = any(
                     isinstance(given := state_dict.get(name), torch.Tensor) and given.dtype != own.dtype
                     for name, own in (*module.named_parameters(), *module.named_buffers())
@@ -78,8 +84,7 @@ class WrappedModule:
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
-        """Memory for parameters on the meta device, this rank's slices only; zero until something fills it. Collective where it
-        shards the model."""
+        """Allocate this rank's shards of parameters on the meta device, filled with zeros. Collective if it shards the model."""
         module: Any = self
         root = deferred_wrap.root_of(module)
         if deferred_wrap.is_pending(module) and any(p.device.type == "meta" for p in root.parameters()):
@@ -89,7 +94,7 @@ class WrappedModule:
 
 
 def _zeros(module: nn.Module) -> None:
-    """``ShardConfig.init_fn`` for a model that is filled later."""
+    """Fill a module with zeros: the ``ShardConfig.init_fn`` for a model whose values are loaded later."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             tensor.zero_()
@@ -110,10 +115,10 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 def class_over(wrapper: type, wrapped: type[nn.Module], name: str, namespace: dict[str, Any]) -> type:
-    """The class of wrapped modules: `wrapper` in front of the module's own. One for each pair.
+    """Return the class of wrapped modules, with the bases `wrapper` and `wrapped`. There is one for each pair.
 
     Raises:
-        SetupError: a class that can't be extended.
+        SetupError: `wrapped` can't be extended.
     """
     if (wrapper, wrapped) not in _classes:
         body = {"_wrapped_class": wrapped, "__module__": wrapper.__module__, **namespace}

@@ -1,4 +1,4 @@
-"""``ShardedGradScaler``: torch's plain GradScaler is enough here, since a test for infinities counts for all ranks."""
+"""``ShardedGradScaler``. torch's GradScaler is enough here, because all ranks find an infinity on any of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` with the arguments of torch's ShardedGradScaler. All ranks skip the same steps.
 
     Args:
-        device, init_scale, backoff_factor, growth_factor, growth_interval, enabled: as there.
-        process_group: not needed; the model's own is used.
+        device, init_scale, backoff_factor, growth_factor, growth_interval, enabled: as for ``torch.amp.GradScaler``.
+        process_group: has no effect, since the model's process group is used.
 
     Not collective.
     """
