@@ -149,7 +149,9 @@ def test_a_rank_that_dies_before_the_comparison_does_not_hang_the_other():
 @ranks(2)
 def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
     model = net()
-    torch_shard.shard(model, **small)
+    engine = torch_shard.shard(model, **small)
+    if rank == 0:  # a collective that carries no parameters and no gradients, so that nothing can pair with it wrongly
+        engine._runtime.collectives.watchdog.channels["host barrier"].count()
     with pytest.raises(DivergenceError, match=r"rank 0: .*; rank 1: "):
         if rank == 0:
             model(torch.ones(2, 4))
@@ -322,6 +324,8 @@ DIFFERENT = {
     "sync_module_states": (True, False),
     "broadcast_buffers": (True, False),
     "single_communicator": (True, False),
+}
+PLANS = {
     "units": ([["0.weight", "0.bias"]], [["0.weight", "2.bias"]]),
     "ignore": (["0.bias"], ["2.bias"]),
 }
@@ -334,6 +338,14 @@ def test_settings_that_differ_are_an_error_that_names_the_field_and_the_values(r
     shown = [re.escape(str(v)) for v in values]
     with pytest.raises(ConfigError, match=rf"^{field}.*ranks?.*{shown[0]}.*ranks?.*{shown[1]}"):
         torch_shard.shard(net(), timeout=SHORT, **{field: values[rank]})
+    a_new_one_trains()
+
+
+@pytest.mark.parametrize("field", PLANS)
+@ranks(2)
+def test_plans_that_differ_are_an_error_that_names_the_first_parameter(rank, field):
+    with pytest.raises(SetupError, match=r"the first difference is parameter '(0\.weight|2\.bias)'.*rank 1"):
+        torch_shard.shard(net(), timeout=SHORT, **{field: PLANS[field][rank]})
     a_new_one_trains()
 
 

@@ -253,16 +253,16 @@ def test_a_backward_that_fails_leaves_nothing_behind(rank, world_size):
 @ranks(4)
 def test_sizes_that_do_not_fit_are_refused(rank):
     for settings, message in (
-        ({"reshard_after_forward": 3}, "reshard_after_forward is 3, which does not divide the 4 ranks of a copy"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward is 3, which does not divide the 4 ranks of a replica"),
         ({"reshard_after_forward": 1}, "reshard_after_forward must be an integer of at least 2"),
         ({"reshard_after_forward": True}, "reshard_after_forward must be an integer"),
         (
             {"reshard_after_forward": 2, "strategy": "shard_grad_op"},
-            "reshard_after_forward is for strategies that release",
+            "reshard_after_forward is for strategies that reshard",
         ),
         (
             {"reshard_after_forward": 4, "strategy": "hybrid_shard", "shard_size": 2},
-            "does not divide the 2 ranks of a copy",
+            "does not divide the 2 ranks of a replica",
         ),
         ({"reshard_after_forward": 2 if rank else None}, "reshard_after_forward differs between the ranks"),
     ):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..layout.rank_topology import Topology
 from ..log import logger
 from .collectives import Collectives
-from .process_groups import backend_of, groups_for
+from .process_groups import ProcessGroups, backend_of, groups_for
 from .small_collectives import ScalarComm
 from .watchdog import Watchdog
 from .work import Channel
@@ -53,67 +53,60 @@ def connect(
     backend = backend_of(group, device.type)
     watchdog.on_streams = backend == "nccl"
     logger.debug("collectives over ranks %s, backend %s", groups.ranks, backend)
-    scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else groups.backend
-
-    def channel(
-        purpose: str,
-        members: Sequence[int],
-        suffix: str = "",
-        shares: Channel | None = None,
-        backend: Any = groups.backend,
-    ) -> Channel:
-        made = Channel(purpose, groups, members, suffix, backend, shares)
-        watchdog.channels[made.name] = made
-        return made
-
     # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have one
     # communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not used: a
     # gather that is left without its partner must not make that group unusable.
     all_ranks = range(topology.world)
-    gather = channel("all-gather", all_ranks)
-    reduce = channel("reduce", all_ranks, shares=gather if single_communicator else None)
+    gather = watchdog.add(Channel("all-gather", groups, all_ranks))
+    reduce = watchdog.add(Channel("reduce", groups, all_ranks, shares=gather if single_communicator else None))
     # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
-    channel("control", all_ranks, backend="gloo" if groups.key else None)
-    over_all = ScalarComm(
-        watchdog, channel("scalar", all_ranks, backend=scalars), device=device if watchdog.on_streams else None
-    )
-    channel("host barrier", all_ranks, shares=over_all.channel)
+    watchdog.add(Channel("control", groups, all_ranks, backend="gloo" if groups.key else None))
+    scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else None
+    scalar = watchdog.add(Channel("scalar", groups, all_ranks, backend=scalars))
+    watchdog.add(Channel("host barrier", groups, all_ranks, shares=scalar))
+    over_all = ScalarComm(watchdog, scalar, device=device if watchdog.on_streams else None)
     c = Collectives(device, watchdog, topology, over_all, over_all, over_all, over_all, gather, reduce, backend=backend)
     if watchdog.on_streams:
         c.gather_stream, c.reduce_stream = groups.streams_on(device)
-    if not agreed:  # making groups under different topologies would deadlock
-        return c
+    if agreed:  # making groups under different topologies would deadlock
+        _divide(c, groups, scalars, secondary_size)
+    return c
 
+
+def _divide(c: Collectives, groups: ProcessGroups, scalar_backends: str | None, secondary_size: int | None) -> None:
+    """Make the channels and communicators that have not all ranks, and put them into `c`. Collective."""
+    topology, rank = c.topology, c.world_rank
     if topology not in groups.topologies:
         groups.topologies.append(topology)
     number = groups.topologies.index(topology)  # equal on all ranks
 
+    def channel(purpose: str, role: str, members: Sequence[int], shares: Channel | None = None) -> Channel:
+        backend = scalar_backends if purpose == "scalar" else None
+        return c.watchdog.add(Channel(purpose, groups, members, f"{number} {role}", backend, shares))
+
     def comm(role: str, members: Sequence[int], over_replicas: ScalarComm | None = None) -> ScalarComm:
         if len(members) == 1:
-            return ScalarComm(watchdog)
+            return ScalarComm(c.watchdog)
         if len(members) == topology.world:
-            return over_all
-        among = channel("scalar", members, f"{number} {role}", backend=scalars)
-        return ScalarComm(watchdog, among, over_replicas, over_all.device)
+            return c.all_ranks
+        return ScalarComm(c.watchdog, channel("scalar", role, members), over_replicas, c.all_ranks.device)
 
     shard_group, data_parallel_group = topology.shard_group_of(rank), topology.data_parallel_group_of(rank)
     c.data_parallel = comm("data parallel", data_parallel_group)
     c.scalar = c.data_parallel if shard_group == data_parallel_group else comm("shard", shard_group, c.data_parallel)
     if topology.data_parallel_groups > 1:
-        c.full_model = comm("full model", topology.full_model_group_of(rank), over_all)
+        c.full_model = comm("full model", topology.full_model_group_of(rank), c.all_ranks)
     if 1 < topology.size < topology.world:
-        c.gather_channel = gather = channel("all-gather", shard_group, f"{number} shard")
-        shares = gather if single_communicator else None
-        c.reduce_channel = channel("reduce", shard_group, f"{number} shard", shares)
+        one = c.in_one_order
+        c.gather_channel = channel("all-gather", "shard", shard_group)
+        c.reduce_channel = channel("reduce", "shard", shard_group, c.gather_channel if one else None)
     elif 1 < len(data_parallel_group) < topology.world:
-        c.reduce_channel = channel("reduce", data_parallel_group, f"{number} data parallel")
+        c.reduce_channel = channel("reduce", "data parallel", data_parallel_group)
     if topology.is_hybrid:
-        c.replica_channel = channel("reduce", topology.replica_group_of(rank), f"{number} replica")
+        c.replica_channel = channel("reduce", "replica", topology.replica_group_of(rank))
         c.waiting = groups.waiting.setdefault(c.replica_channel.name, deque())
     if topology.data_parallel_groups > 1 and topology.size > 1:
-        members = topology.tp_replica_group_of(rank)
-        c.tp_replica_channel = channel("reduce", members, f"{number} tensor-parallel replica")
+        c.tp_replica_channel = channel("reduce", "tensor-parallel replica", topology.tp_replica_group_of(rank))
     if secondary_size is not None:
         members = topology.secondary_group_of(rank, secondary_size)
-        c.secondary_channel = channel("all-gather", members, f"{number} secondary {secondary_size}")
-    return c
+        c.secondary_channel = channel("all-gather", f"secondary {secondary_size}", members)

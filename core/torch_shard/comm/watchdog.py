@@ -48,6 +48,11 @@ class Watchdog:
         self.on_streams = False  # NCCL: see ends_within and host_barrier
         self.stream_waits: StreamWaits | None = None  # NCCL: measures how long streams wait, if that was requested
 
+    def add(self, channel: Channel) -> Channel:
+        """Add and return a channel of the engine."""
+        self.channels[channel.name] = channel
+        return channel
+
     @contextlib.contextmanager
     def timeout_at_least(self, seconds: float) -> Iterator[None]:
         """Raise the timeout to at least `seconds` inside this context, for calls by which the user waits. Not collective."""

@@ -89,12 +89,17 @@ class Channel:
     ) -> None:
         """Find the process group of the channel in `groups`, or make it. Collective over `members` if it has to be made.
 
-        `backend` is the backend of a new process group. With `shares` the channel uses the process group of that channel.
+        `backend` is the backend of a new process group, by default that of the user's group. With `shares` the channel uses
+        the process group of that channel.
         """
         self.purpose, self.groups, self.members = purpose, groups, tuple(members)
         self.name = f"{purpose} {suffix}" if suffix else purpose
         if self.name not in groups.made:
-            new = shares.group if shares is not None else groups.new_group(self.name, self.members, backend)
+            new = (
+                shares.group
+                if shares is not None
+                else groups.new_group(self.name, self.members, backend or groups.backend)
+            )
             groups.made[self.name] = new
         self.group: Any = groups.made[self.name]
         self.waited = 0.0
