@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
 from .unit.flat_buffer import FlatBuffer
 from .unit.full_values import full_flat, full_tensors_from
-from .unit.module_params import OWN_ATTRIBUTES
+from .unit.module_params import copy_attributes, held_by
 from .unit.unit import Unit
 from .unshard.full_values import local_grads
 
@@ -44,7 +43,7 @@ def close_units(
         for unit in runtime.units:
             for flat in unit.flats:
                 if flat.host is not None:
-                    flat.host.moving.settle()  # background work has weak references to tensors that wait for it
+                    flat.host.pending_writes.wait()  # background work has weak references to tensors that wait for it
             _check(unit)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
@@ -149,20 +148,9 @@ def _check(unit: Unit) -> None:
         raise UnitStateError(
             f"rank {rank}: engine.close() inside a forward or engine.gathered() of unit {unit.name!r}; leave it first."
         )
-    rnn_refs = {
-        id(r) for m, *_ in unit.places if isinstance(m, nn.RNNBase) for r in getattr(m, "_flat_weight_refs", ())
-    }
     for name, param in zip(unit.names, unit.params, strict=True):
-        if any(id(r) not in rnn_refs for r in weakref.getweakrefs(param)):
-            raise UnitStateError(
-                f"rank {rank}: {name} has weak references to it, which closing would break; drop them first."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            uses = param._use_count()  # type: ignore[attr-defined]
-        if uses > 1:
-            raise UnitStateError(
-                f"rank {rank}: {name} is still held by an autograd graph; drop old losses and outputs (del loss) first."
-            )
+        if held := held_by(param, (module for module, *_ in unit.places)):
+            raise UnitStateError(f"rank {rank}: {name} {held}")
 
 
 def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: torch.Tensor | None) -> nn.Parameter:
@@ -176,9 +164,7 @@ def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: t
         if grad is not None:
             whole.grad_dtype = grad.dtype
             whole.grad = flat.as_given(grad.clone(), index)
-    for key, value in param.__dict__.items():
-        if key not in OWN_ATTRIBUTES:
-            whole.__dict__[key] = value
+    copy_attributes(param, whole)
     # The dicts themselves, so that users' handles still remove their hooks.
     hooks: Any = leaf._backward_hooks
     if hooks:

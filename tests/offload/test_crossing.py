@@ -271,7 +271,7 @@ def test_steps_wait_for_no_copy(rank, in_backward):
                 optimizer.step()
                 optimizer.zero_grad()
                 assert not holds or step < 2 or not any(event.query() for event, *_ in device.left)
-                assert step == 0 or all(flat.host.moving for unit in engine.units for flat in unit.flats)
+                assert step == 0 or all(flat.host.pending_writes for unit in engine.units for flat in unit.flats)
         return engine.state_dict(form="full"), engine.optim_state_dict(optimizer)
 
     same(train(True), train(False))

@@ -29,7 +29,7 @@ def in_background(training):
     training.engine.clip_grad_norm_(1e9)  # all gradients are there
     go = hold(training, 0.5)
     training.optimizer.step()
-    found = [bool(flat.host.moving) for flat in flats(training)]
+    found = [bool(flat.host.pending_writes) for flat in flats(training)]
     go.set()
     training.optimizer.zero_grad()
     return found

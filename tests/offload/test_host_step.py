@@ -22,7 +22,7 @@ from torch_shard import errors
 
 
 def is_moving(training):
-    return any(flat.host.moving for flat in flats(training))
+    return any(flat.host.pending_writes for flat in flats(training))
 
 
 def prepared(rank, clip=None):
@@ -176,7 +176,7 @@ def test_a_forward_waits_for_the_units_it_comes_to_only(rank):
     last = units(offloaded)[-1]
     go, reached = threading.Event(), []
     for flat in last.flats:
-        flat.host.moving.begin(thread.do(go.wait), flat.params)
+        flat.host.pending_writes.begin(thread.do(go.wait), flat.params)
     hook = offloaded.model.blocks[1].register_forward_hook(lambda *_: reached.append(time.monotonic()))
     threading.Timer(0.5, go.set).start()
     begin = time.monotonic()

@@ -45,7 +45,7 @@ def test_backward_does_not_wait_for_the_host(rank):
     loss.backward()
     offloaded.optimizer.step()  # which may stay where it is
     offloaded.optimizer.zero_grad()
-    assert not go.is_set() and all(flat.host.moving for flat in flats(offloaded))
+    assert not go.is_set() and all(flat.host.pending_writes for flat in flats(offloaded))
     assert all(p.grad is None for p in offloaded.model.parameters())
     go.set()
     loss_of(plain.model, inputs(rank, 50)).backward()

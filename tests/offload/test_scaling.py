@@ -31,7 +31,7 @@ def scalings(training):
     """What the host has to do to gradients that were clipped, by flat buffer."""
     found = []
     for flat in flats(training):
-        (one,) = [work for work in flat.gradients.home.moving.works if isinstance(work, Later)]
+        (one,) = [work for work in flat.gradients.host.pending_writes.works if isinstance(work, Later)]
         found.append(one)
     return found
 
@@ -75,7 +75,7 @@ def test_a_unit_does_not_wait_for_the_scaling_of_the_others(rank):
     first = flats(training)[0]
     assert not go.is_set() and first.params[0].to_local().isfinite().all()
     assert training.engine._runtime.reductions.used[0] is units(training)[0]
-    assert flats(training)[-1].host.moving and not go.is_set()
+    assert flats(training)[-1].host.pending_writes and not go.is_set()
     go.set()
     training.state()
 
@@ -160,7 +160,7 @@ def test_steps_that_are_left_out_leave_nothing_behind(rank):
         training.optimizer.zero_grad()
         loss_of(training.model, inputs(rank, number)).backward()
         training.engine.clip_grad_norm_(0.1)
-    assert max(len(flat.gradients.home.moving.works) for flat in flats(training)) < 6
+    assert max(len(flat.gradients.host.pending_writes.works) for flat in flats(training)) < 6
 
 
 @pytest.mark.exhaustive

@@ -34,12 +34,12 @@ from ..runtime import registry
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
 from ..setup.lazy_param import Deferred, defer, deferred_of
 from ..shard_tensor.spec import same_cut, shard_of_full
-from ..shard_tensor.state import STATE
 from ..shard_tensor.tensor import ShardTensor
 from ..state import model_state as full_state
 from ..state import optimizer_state as named_state
 from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
+from ..unit.module_params import copy_attributes
 from .clipping import clip_norm, engines_over, limit_values
 
 __all__ = [
@@ -210,8 +210,7 @@ def swap_value(param: Any, value: torch.Tensor, requires_grad: bool) -> None:
     """Make `value`, sharded or plain, the data of a parameter: the same object, with the attributes that users gave it."""
     with torch.no_grad():
         other = nn.Parameter(value, requires_grad=requires_grad)
-    own = {STATE, "_is_param"}
-    other.__dict__.update({name: value for name, value in param.__dict__.items() if name not in own})
+    copy_attributes(param, other)
     torch.utils.swap_tensors(param, other)
 
 
@@ -226,9 +225,6 @@ def with_shard(like: ShardTensor, local: torch.Tensor) -> ShardTensor:
 def load_optim_state_dict(engine: Engine, optimizer: Any, state_dict: Mapping[str, Any], model: Any) -> None:
     """Load full state by the names of parameters in `model`. Collective."""
     named_state.load_optim_state_dict(engine._runtime, optimizer, state_dict, model)  # type: ignore[arg-type]
-
-
-# -- optimizers ---------------------------------------------------------------------------------------------------------
 
 
 def param_names_of(engine: Engine, optimizer: Any, model: Any) -> dict[int, str]:

@@ -51,7 +51,7 @@ class _Gradients:
         self.plain: list[torch.Tensor] = []
         self.may_be_plain = False  # on some rank
         self.padded: list[tuple[FlatBuffer, torch.Tensor]] = []
-        self._at_home: dict[int, FlatBuffer] = {}  # by id of the piece: those in host memory, which may be on their way
+        self._on_host: dict[int, FlatBuffer] = {}  # by id of the piece: those in host memory, which may be on their way
         self.dtypes: dict[torch.dtype, None] = {}  # in the order of their first
         if runtime.in_backward is not None:
             runtime.in_backward.refuse_clipping()
@@ -68,7 +68,7 @@ class _Gradients:
                 if base is not None:
                     self.slices[id(comm)].append(base)
                     if flat.host is not None:
-                        self._at_home[id(base)] = flat
+                        self._on_host[id(base)] = flat
                     self.dtypes[base.dtype] = None
                     self.padded.append((flat, base))
                 elif chosen is None:
@@ -118,34 +118,34 @@ class _Gradients:
 
     def settle(self) -> None:
         """Wait for what is on its way to host memory."""
-        for flat in self._at_home.values():
-            assert flat.gradients.home is not None
-            flat.gradients.home.moving.settle()
+        for flat in self._on_host.values():
+            assert flat.gradients.host is not None
+            flat.gradients.host.pending_writes.wait()
 
     def norms(self, tensor: torch.Tensor, p: float) -> list[torch.Tensor] | None:
         """Return the norms of the tensor's pieces where they were taken on the way; None where it may be read."""
-        flat = self._at_home.get(id(tensor))
-        if flat is None or flat.gradients.home is None:
+        flat = self._on_host.get(id(tensor))
+        if flat is None or flat.gradients.host is None:
             return None
-        found = flat.gradients.home.norms(tensor, p)
+        found = flat.gradients.host.norms(tensor, p)
         if found is None:
-            flat.gradients.home.moving.settle()
+            flat.gradients.host.pending_writes.wait()
         return found
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all by a 0-d factor; those in host memory in the background."""
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in self.everything():
-            if id(tensor) not in self._at_home:
+            if id(tensor) not in self._on_host:
                 by_device.setdefault(tensor.device, []).append(tensor)
         for device, tensors in by_device.items():
             torch._foreach_mul_(tensors, factor.to(device))
         for flat, base in self.padded:
-            if id(base) in self._at_home:
+            if id(base) in self._on_host:
                 flat.gradients.scale(base, factor, flat.gaps)
         # Zero times NaN: the padding must stay zero for the next norm. A GPU is not waited for to know whether it is.
         if factor.device.type != "cpu" or factor.isnan():
-            gaps = [b[start:stop] for f, b in self.padded if id(b) not in self._at_home for start, stop in f.gaps]
+            gaps = [b[start:stop] for f, b in self.padded if id(b) not in self._on_host for start, stop in f.gaps]
             if gaps:
                 torch._foreach_zero_(gaps)
 

@@ -1,4 +1,4 @@
-"""Plain tensors for the user over memory that the host works on, and whether anybody still has one.
+"""Plain tensors over host memory that the user was given, and whether anybody still has one.
 
 An exported tensor has a storage of its own, over the same memory, and the version counter of the shard. The storage is shared by
 everything that is made from the tensor (views, NumPy arrays), so that it is gone when all of that is.
@@ -19,7 +19,7 @@ _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 
 
 class ExportedTensor:
-    """Tells whether an exported tensor is still in use."""
+    """One exported tensor, as long as somebody has it."""
 
     __slots__ = ("_storage", "_flat")
 
@@ -29,7 +29,12 @@ class ExportedTensor:
 
     @staticmethod
     def of(local: torch.Tensor, flat: torch.Tensor | None) -> tuple[ExportedTensor, torch.Tensor]:
-        """Export a shard on the host, 1-D and not empty; return the tensor for the user, too. `flat`: what it is part of."""
+        """Export a shard in host memory, 1-D and not empty; return the record and the tensor for the user.
+
+        Args:
+            local: the shard.
+            flat: the tensor that the shard is a part of.
+        """
         with torch.inference_mode(False), torch.no_grad():
             # As bytes: DLPack does not know all dtypes. It keeps `local`, and so the memory, until its own storage is gone.
             other = from_dlpack(torch._C._to_dlpack(local.detach().view(torch.uint8))).view(local.dtype)
@@ -38,11 +43,11 @@ class ExportedTensor:
         return ExportedTensor(result, flat), result
 
     def is_held(self) -> bool:
-        """Return True if somebody has the tensor, or something made from it."""
+        """Return True if somebody has the tensor, or anything made from it."""
         return not self._storage.expired()
 
     def forget(self) -> None:
-        """Drop what was noted of the values: nobody has the tensor any more, and no version shows whether it was edited."""
+        """Drop the norms that were noted of the memory: nobody has the tensor any more, and no version shows an edit of it."""
         flat = None if self._flat is None else self._flat()
         if flat is not None:
             flat.__dict__.pop("_norms", None)

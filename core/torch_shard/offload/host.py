@@ -35,9 +35,9 @@ class Host:
 
     Attributes:
         arrived: bytes of gradients that were copied from the device.
-        norms: orders of norms that were asked for of gradients: from then on they are taken while the gradients move.
-        waited: seconds for which other threads have waited for what is done to this memory.
-        users: the engines that use it, a model's and its copies'.
+        norms: orders of the gradients' norms that were asked for; from then on they are taken while gradients are copied.
+        waited: seconds for which other threads have waited for background work on this memory.
+        users: the runtimes of the engines that use it: a model's and those of its copies.
     """
 
     def __init__(self, offload: Offload, collectives: Collectives) -> None:
@@ -71,14 +71,14 @@ class Host:
         return made
 
     def give_up(self, error: Exception) -> None:
-        """Tell the other ranks that this rank's step has failed: they may have stepped, and none may go on with this one."""
+        """Tell the other ranks that this rank's step has failed. They may have stepped, and must not go on with this rank."""
         channel = self.collectives.reduce_channel
         if channel is not None:
             channel.groups.abort(self.collectives.world_rank, error)
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def open(self) -> None:
-        """Take a file for what is to lie on disk. Not collective.
+        """Open the directory for what is to lie on disk. Not collective.
 
         Raises:
             DiskError, UnavailableError: the directory can't be used.
@@ -89,14 +89,14 @@ class Host:
     def take_shards(
         self, groups: Sequence[Sequence[tuple[Sequence[ParamInfo], FlatLayout]]], names: Sequence[str]
     ) -> dict[int, torch.Tensor]:
-        """Return memory for all shards, by id of their layouts; take that for gradients to arrive in. Not collective.
+        """Return memory for all shards, by id of their layouts; reserve what gradients arrive in. Not collective.
 
         Args:
-            groups: by unit, what is flattened together.
-            names: of the units.
+            groups: for each unit the groups of parameters that are flattened together, with their layouts.
+            names: the units' names.
 
         Raises:
-            HostMemoryError, DiskError: there is none.
+            HostMemoryError, DiskError: there is no memory, or no space.
         """
         c, widest = self.collectives, 0
         for infos, layout in (group for unit in groups for group in unit):
@@ -112,9 +112,7 @@ class Host:
         }
 
     def leave(self, user: object) -> None:
-        """Note that one of the engines that use this is closed. The last one ends the thread, and frees what is on disk.
-
-        Tensors stay readable."""
+        """Note that one of the engines that use this memory is closed. The last one ends the threads; tensors stay readable."""
         self.users.discard(user)
         if not self.users:
             self.thread.close()
@@ -125,13 +123,13 @@ class Host:
         """Return a 1-D tensor in host memory, page-locked where that is wanted and there is a GPU.
 
         Raises:
-            HostMemoryError: the system does not give it.
+            HostMemoryError: the system does not give the memory.
         """
         with outside_inference():
             return pinned.allocate(numel, dtype, pin=self.offload.pin_memory, device=self.device)
 
     def empty_shard(self, numel: int, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """Return the same for what the optimizer steps on, which may lie on disk. `name`: for messages."""
+        """Return a 1-D tensor for parameters that the optimizer steps on, which may lie on disk. `name`: for messages."""
         if self.disk is not None and self.offload.nvme_params:
             return self.disk.allocate(f"parameters {name}", numel, dtype)
         return self.empty(numel, dtype)
@@ -144,7 +142,7 @@ class Host:
 
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter the stream of copies to host memory, behind what the current stream was given so far."""
+        """Enter the stream of copies to host memory, which then waits for what the current stream was given so far."""
         if not self.on_cuda:
             return contextlib.nullcontext()
         if self._stream is None:
@@ -156,14 +154,14 @@ class Host:
     def keep(self, event: Any, values: torch.Tensor, unit: int, flat: int, streams: Sequence[Any]) -> None:
         """Keep device memory that a copy reads until `event`.
 
-        Hazard: the stream that the memory belongs to would use it again.
+        Hazard: the stream that the memory belongs to would use it again while the copy still reads it.
 
         Args:
             event: behind the copy.
             values: the memory.
             unit: number of the unit whose gradients they are.
             flat: identifies the unit's flat buffer.
-            streams: the memory belongs to one of them.
+            streams: CUDA streams, to one of which the memory belongs.
         """
         if unit != self._unit or flat in self._of_turn:  # another unit's gradients, or the next ones of the same
             self._turn, self._unit, self._of_turn = self._turn + 1, unit, set()
@@ -172,8 +170,11 @@ class Host:
         self.make_room(IN_FLIGHT + 1)
 
     def make_room(self, units: int = IN_FLIGHT) -> None:
-        """Let go of device memory whose copy has ended, and of all but the latest `units` units' in any case: where the link is
-        slower than backward, streams of backward wait for it, or device memory would fill with gradients. The host does not."""
+        """Let go of device memory whose copy has ended, and of all but the latest `units` units' memory in any case.
+
+        Where the link is slower than backward, the streams of backward wait for a copy here, or device memory would fill with
+        gradients. The host does not wait.
+        """
         with self._leaving_lock:
             while self._leaving:
                 first = self._leaving[0]
@@ -181,18 +182,18 @@ class Host:
                     if self._turn - first.turn < units:
                         return
                     for stream in first.streams:
-                        # What uses the memory again is given to the stream behind this.
+                        # Whatever uses the memory next is given to the stream behind this wait.
                         stream.wait_event(first.event)
                 self._leaving.popleft()
 
     def forget_arrived(self) -> None:
-        """Let go of device memory whose copy has ended. On the host thread, too."""
+        """Let go of device memory whose copy has ended. May be called on any thread."""
         self.make_room(sys.maxsize)
 
 
 @dataclass(eq=False)
 class _Leaving:
-    """Device memory that a copy reads."""
+    """Device memory that a copy to the host reads."""
 
     event: Any
     values: torch.Tensor

@@ -1,4 +1,4 @@
-"""Host memory for copies of what is on the device: buffers that are used again, in the same pattern step after step."""
+"""A pool of host memory for copies of activations: buffers are used again, in the same pattern step after step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class HostBuffer:
 
     Attributes:
         memory: 1-D, uint8, at least as many bytes as were asked for.
-        event: CUDA: behind the last copy from or to the memory. Who copies to it has its stream wait for this event first.
+        event: for CUDA, recorded behind the last copy from or to the memory. A stream that copies to it waits for it first.
     """
 
     __slots__ = ("event", "memory")
@@ -71,7 +71,7 @@ class HostBuffers:
         self._returned.append(buffer)
 
     def collect(self) -> None:
-        """Put what was given back where :meth:`take` finds it."""
+        """Make the buffers that were given back available to :meth:`take`."""
         while self._returned:
             buffer = self._returned.popleft()
             size = buffer.memory.numel()

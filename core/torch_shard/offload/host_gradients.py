@@ -1,8 +1,8 @@
 """One flat buffer's reduced gradients on their way to host memory, and what is done to them there.
 
 Gradients cross in the dtype in which they were reduced. Where ``.grad`` has a wider one, the host thread casts them when it adds
-them up or puts them into place, in the same pass, with the norms. The cast is exact, so that the results are those of a cast on
-the device.
+them up or puts them into place, and takes their norms in the same pass. The cast is exact, so that the results are those of a
+cast on the device.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class HostGradients:
     """
 
     def __init__(self, host: Host, numel: int, unit: int) -> None:
-        """`numel`: elements of the shard. `unit`: number of the unit."""
-        self.host, self.moving = host, PendingWrites(host)
+        """Take no memory yet; see :meth:`prepare`. `numel`: elements of the shard. `unit`: number of the unit."""
+        self.host, self.pending_writes = host, PendingWrites(host)
         self._numel, self._unit = numel, unit
-        self._buffers: list[tuple[torch.Tensor, int]] = []  # each with the uses that its storage has here
+        self._buffers: list[
+            tuple[torch.Tensor, int]
+        ] = []  # with the number of references to its storage while nobody uses it
         self._known = False  # the norms of what the latest work writes were taken on the device
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Take memory for gradients of this dtype.
 
         Raises:
-            HostMemoryError: there is none.
+            HostMemoryError: there is no memory.
         """
         if not self._buffers:
             self._take(dtype)
@@ -72,9 +74,9 @@ class HostGradients:
             factor: the values are multiplied with it in host memory, where `result` is narrower.
             streams: CUDA: streams that the memory of `result` may belong to, beside the current one.
         """
-        self.moving.tidy()  # what a step has read may be used again
+        self.pending_writes.restore_if_done()  # what a step has read may be used again
         into = self._take(dtype)
-        into._home = self.moving  # type: ignore[attr-defined]
+        into._pending_writes = self.pending_writes  # type: ignore[attr-defined]
         known = self._norms_there(result, dtype, factor) if self.host.on_cuda else None
         if known is not None and result.dtype == dtype:
             self.host.arrived += result.nbytes
@@ -95,17 +97,20 @@ class HostGradients:
         factor: float = 1.0,
         streams: Sequence[Any] = (),
     ) -> None:
-        """Add `result` to `base`, in host memory, over which the sharded tensors `grads` lie. The rest as :meth:`receive`."""
+        """Begin to add `result` to `base`, in host memory, over which the sharded tensors `grads` lie.
+
+        `result`, `factor` and `streams` are those of :meth:`receive`.
+        """
 
         def write(arrived: torch.Tensor) -> None:
             self._write(base, arrived, factor, adds=True)
 
-        self.moving.hurry()
+        self.pending_writes.start_deferred()
         self._begin(self._arrive(result, base.dtype, streams, write), grads)
 
     def _begin(self, work: Work, tensors: Iterable[Any] = (), known: bool = False) -> None:
         self._known = known
-        self.moving.begin(work, tensors)
+        self.pending_writes.begin(work, tensors)
 
     # -- from the device ------------------------------------------------------------------------------------------
     def _arrive(
@@ -118,7 +123,7 @@ class HostGradients:
             staged, arrived = self.host.staging.take(result)
         elif self.host.on_cuda:
             arrived = self._take(dtype)
-        if arrived is not result:  # else it is there, and is the thread's now
+        if arrived is not result:  # else `result` is in host memory already, and belongs to the thread now
             event = self._leave(result, arrived, streams)
 
         def work() -> None:
@@ -139,7 +144,7 @@ class HostGradients:
         here, reducing = torch.cuda.current_stream(result.device), self.host.collectives.reduce_stream
         with self.host.leaving():
             into.copy_(result, non_blocking=True)
-            # Who waits for it sleeps, and leaves the core to the update.
+            # A thread that waits for a blocking event sleeps, and leaves the core to the optimizer's step.
             event = torch.cuda.Event(blocking=True)
             event.record()
         owners = dict.fromkeys([here, *streams] if reducing is None else [here, *streams, reducing])
@@ -147,7 +152,7 @@ class HostGradients:
         return event
 
     def _norms_there(self, result: torch.Tensor, dtype: torch.dtype, factor: float) -> _Norms:
-        """Take the norms of what ``.grad`` will hold, on the device: of all at once as without offload, or by pieces."""
+        """Take the norms of what ``.grad`` will hold, on the device: of all values at once, as without offload, or by pieces."""
         if factor == 1.0:
             return {p: list(torch._foreach_norm([result], p, dtype=_wide(dtype))) for p in self.host.norms}
         found: _Norms = {p: [] for p in self.host.norms}
@@ -167,7 +172,7 @@ class HostGradients:
         known: _Norms | None = None,
     ) -> None:
         """Cast `arrived`, multiply it, add it to `into` or put it there. Take norms of the outcome unless they are `known`."""
-        # A tuple first: the training thread may add an order at any time.
+        # The set is copied first: the training thread may add an order at any time.
         found: _Norms = {p: [] for p in tuple(self.host.norms)} if known is None else known
         casts, numel = arrived.dtype != into.dtype, max(1, into.numel())
         length = PIECE if numel > 2 * PIECE else numel
@@ -186,21 +191,28 @@ class HostGradients:
 
     # -- for clipping ---------------------------------------------------------------------------------------------
     def norms(self, base: torch.Tensor, p: float) -> list[torch.Tensor] | None:
-        """Return the norms of the pieces of `base`, in which all gradients lie, if they were taken on the way and are still true.
+        """Return the norms of the pieces of `base`, in which all gradients lie, if they were taken on the way and still hold.
 
-        Wait for no copy from a GPU, but for what the host adds and scales."""
-        self.host.norms.add(p)  # next time they are there
+        This waits for no copy from a GPU, but for what the host adds and scales. Else return None."""
+        self.host.norms.add(p)  # so that they are taken next time
         if not self._known:
-            self.moving.settle()
+            self.pending_writes.wait()
         # With tensors over memory that the user was given, no version shows an edit.
-        noted = None if self.moving.exposed else getattr(base, "_norms", None)
-        # Without a version: of what is still being written. Who edits that waits for it first, which gives them one.
+        noted = None if self.pending_writes.exposed else getattr(base, "_norms", None)
+        # Norms without a version are those of values that are still being written. An edit waits for these first.
         return noted[1].get(p) if noted is not None and noted[0] in (None, base._version) else None
 
     def scale(
         self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], grads: Iterable[Any]
     ) -> None:
-        """Multiply `base` by a 0-d factor, which may still be on its way. `gaps`: its padding; `grads`: the tensors over it."""
+        """Have `base` multiplied by a 0-d factor, which may still be on its way.
+
+        Args:
+            base: the gradients, in host memory.
+            factor: on the device.
+            gaps: ranges of padding in `base`.
+            grads: the sharded tensors over `base`.
+        """
         known, event = factor, None
         if self.host.on_cuda:
             # Hazards: the norms were taken before the gradients are here, so these may still arrive when the factor is known; and
@@ -221,7 +233,8 @@ class HostGradients:
                 for start, stop in gaps:
                     base[start:stop].zero_()
 
-        # Right before the step on these, or when somebody reads them: else the first unit's step would wait for all of it.
+        # It is done right before the step on these gradients, or when somebody reads them: else the first unit's step would wait
+        # until all units are scaled.
         self._begin(self.host.thread.later(work), grads)
 
 

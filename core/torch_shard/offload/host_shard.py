@@ -41,9 +41,9 @@ class HostShard:
     """
 
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:
-        """`params`: the sharded tensors over the shard, read when they are needed."""
+        """Note where things are, and copy nothing. `params`: the sharded tensors over the shard, read when they are needed."""
         self.host, self.shard, self._params = host, shard, params
-        self.moving = PendingWrites(host)
+        self.pending_writes = PendingWrites(host)
         self._compute = shard.dtype
         self._quantizer: BlockQuantizer | None = None
         self._cast: torch.Tensor | None = None  # in host memory, in the dtype of computation or quantized
@@ -52,28 +52,28 @@ class HostShard:
         self._read: Copying | None = None
 
     def compute_in(self, dtype: torch.dtype, quantizer: BlockQuantizer | None = None) -> None:
-        """Set what :meth:`copy_to` gives from now on: values of this dtype, or the payload of `quantizer`."""
+        """Set what :meth:`copy_to` copies from now on: values of `dtype`, or the payload of `quantizer`."""
         self._compute, self._quantizer, self._cast, self._resident = dtype, quantizer, None, None
         self.outdate()
 
     def prepare(self) -> None:
-        """Take memory for what crosses; no other dtype follows. Before that the shard itself crosses.
+        """Take memory for what crosses in another dtype than the shard's. Until then the shard itself crosses.
 
         Raises:
-            HostMemoryError: there is none.
+            HostMemoryError: there is no memory.
         """
         if self._cast is not None:
             return
         if self._quantizer is not None:
             self._cast = self.host.empty(self._quantizer.nbytes, torch.uint8)
-        elif self._compute != self.shard.dtype or self.host.offload.nvme_params:  # which is not read for each gather
+        elif self._compute != self.shard.dtype or self.host.offload.nvme_params:  # the disk is not read for each gather
             self._cast = self.host.empty(self.shard.numel(), self._compute)
 
     def _present(self) -> torch.Tensor:
-        """Return what crosses, or is on the device already, with the values that the shard has now."""
+        """Return the tensor that crosses, or that is on the device already, with the values that the shard has now."""
         if not self.crosses:
             return self.shard
-        exposed = self.moving.exposed  # first: the values that there are change with it
+        exposed = self.pending_writes.exposed  # asked first, since it may change `_values`
         if exposed or self._fresh != self._values:
             self.refresh()
         held = self._cast if self._resident is None else self._resident
@@ -82,12 +82,12 @@ class HostShard:
 
     @property
     def _values(self) -> tuple[int, int]:
-        """What changes when the shard has been written to, or may have been where no version shows it."""
-        return self.shard._version, self.moving.ended
+        """A key that changes when the shard was written to, or may have been where no version shows it."""
+        return self.shard._version, self.pending_writes.ended
 
     def refresh(self) -> None:
-        """Make what crosses anew, on the thread that has changed the shard."""
-        self.settle_reads()
+        """Make what crosses from the shard's values, on the thread that has changed the shard."""
+        self.wait_for_reads()
         if self._cast is not None and self._quantizer is not None:
             self._quantizer.encode(self.shard.unsqueeze(0), self._cast.unsqueeze(0))
         elif self._cast is not None:
@@ -106,29 +106,29 @@ class HostShard:
 
     @property
     def crosses(self) -> bool:
-        """True if there is something to make anew behind a step."""
+        """True if something besides the shard has to be made after each step."""
         return self._cast is not None or not self.host.offload.params
 
     def copy_to(self, own: torch.Tensor) -> Crossing | None:
         """Fill `own`, on the device, with values in the dtype of computation, or quantized ones, on the current stream.
 
-        Return what to wait for, or None where the copy is made at once. The values must have settled."""
+        Return the copy to wait for, or None where it was made at once. No write to the shard may be pending."""
         source = self._present()
         own.copy_(source, non_blocking=True)
         if not self.host.on_cuda:
             return None
         event = torch.cuda.Event()
         event.record()
-        # Also of what is kept on the device, which a step would overwrite.
+        # This is noted for values that are kept on the device, too, since a step would overwrite them.
         self._read = Copying(event, writes=False)
         if source is self.shard:
             # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
-            self.moving.tidy()
-            self.moving.begin(self._read, self._params)
+            self.pending_writes.restore_if_done()
+            self.pending_writes.begin(self._read, self._params)
         return Crossing(event, self.host.device)
 
-    def settle_reads(self) -> None:
-        """Wait for the last copy to the device, before the host writes to what crosses. Hazard: the copy may still read it."""
+    def wait_for_reads(self) -> None:
+        """Wait for the last copy to the device, which may still read what the host is about to overwrite."""
         if self._read is not None:
             self._read.wait()
             self._read = None

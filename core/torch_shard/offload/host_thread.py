@@ -1,4 +1,4 @@
-"""The thread on which the host works beside the training thread, one task after the other, in the order given."""
+"""The host thread: it works beside the training thread, one task after the other, in the order in which they were given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HostThread", "Later", "Task", "TaskGroup"]
 
 
 class TaskGroup:
-    """Tasks of one step: once one has failed, the others are left undone."""
+    """The tasks of one step: once one has failed, the others are left undone."""
 
     __slots__ = ("error",)
 
@@ -25,7 +25,7 @@ class TaskGroup:
 
 
 class Task:
-    """A function that the thread calls, or has called."""
+    """A function that the host thread calls, or has called."""
 
     __slots__ = ("_do", "_done", "error", "group", "thread")
 
@@ -45,11 +45,11 @@ class Task:
             self.group.error = error
         finally:
             self.error = self.group.error
-            self._do = None  # and the memory that it refers to
+            self._do = None  # lets go of the memory that the function refers to
             self._done.set()
 
     def finish(self) -> None:
-        """Raise what this task has raised, as it is. Called on the thread, in a task that was given behind this one."""
+        """Raise what this task has raised, as it is. To be called on the thread, in a task that was given behind this one."""
         if self.error is not None:
             raise self.error
 
@@ -61,10 +61,10 @@ class Task:
         return self._done.is_set() and self.error is None
 
     def wait(self) -> None:
-        """Return when it has ended.
+        """Return when the task has ended.
 
         Raises:
-            HostStepError: it has failed.
+            HostStepError: the task has failed.
         """
         if not self._done.is_set():
             if threading.get_ident() == self.thread.ident:
@@ -75,12 +75,12 @@ class Task:
 
 
 class Later(Task):
-    """A task that waits until somebody waits for it, or until another task has it done (:meth:`finish`)."""
+    """A task that is put off until somebody waits for it, or until another task finishes it (:meth:`finish`)."""
 
     __slots__ = ()
 
     def begin(self) -> None:
-        """Have the thread do it now, behind all that was given before. May be called again."""
+        """Give the task to the thread, behind all that were given before. May be called again."""
         if not self._done.is_set():
             self.thread.put(self)
 
@@ -99,7 +99,7 @@ class Later(Task):
 
 
 _running: weakref.WeakSet[HostThread] = weakref.WeakSet()
-"""Threads of this process that have been given tasks: a fork, which no thread survives, waits for those."""
+"""Host threads of this process that have been given tasks. A fork, which no thread survives, waits for their tasks."""
 
 
 def _before_fork() -> None:
@@ -112,23 +112,23 @@ if hasattr(os, "register_at_fork"):
 
 
 class HostThread:
-    """The thread. It starts with the first task, and ends with :meth:`close`, at exit, or when nobody refers to it any more."""
+    """The thread starts with the first task, and ends with :meth:`close`, at exit, or when nobody refers to it any more."""
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
-        """`device`: whose events the tasks wait for. `failed`: the error to raise for one that a task has raised."""
+        """Start nothing yet. `device`: whose events the tasks wait for. `failed`: makes the error that waiters raise."""
         self._device, self.failed = device, failed
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self.ident = -1
 
     def do(self, what: Callable[[], None], group: TaskGroup | None = None) -> Task:
-        """Have `what` done, behind all that was given before."""
+        """Have the thread call `what` behind all tasks that were given before."""
         task = Task(what, group or TaskGroup(), self)
         self.put(task)
         return task
 
     def later(self, what: Callable[[], None]) -> Later:
-        """Have `what` done when somebody waits for it, at the latest."""
+        """Return a task that calls `what` when somebody waits for it, at the latest."""
         return Later(what, TaskGroup(), self)
 
     def put(self, task: Task) -> None:
@@ -141,12 +141,12 @@ class HostThread:
         self._pool.submit(task.run)
 
     def rest(self) -> None:
-        """Wait until all that was given is done. What has failed is raised where it is missed."""
+        """Wait until all tasks have ended. What has failed is raised where its result is needed."""
         if self._pid == os.getpid() and threading.get_ident() != self.ident:
             self.do(lambda: None).wait()
 
     def close(self) -> None:
-        """End the thread, behind all that was given. May be called again; a later task starts a new one."""
+        """End the thread when all tasks have ended. May be called again; a later task starts a new thread."""
         if self._pool is not None and self._pid == os.getpid():
             self._pool.shutdown()
         self._pool, self._pid = None, -1

@@ -1,4 +1,4 @@
-"""How much host memory there is for this process, and whether all ranks of a host fit in it together.
+"""The limits on this process's host memory, and a check that all ranks of a host fit in it together.
 
 Memory is limited in several places at once: by the machine, and by the control groups that the process is in (a container,
 a job of a scheduler), each within the next. Ranks may share all of these or some: two containers on a machine have limits of
@@ -53,8 +53,8 @@ class Limit(NamedTuple):
 def available() -> int | None:
     """Return the bytes of host memory that this process may still use, the smallest of its :func:`limits`. Not collective.
 
-    None where the system tells nothing. The page cache counts as free, since the kernel gives it up when memory is needed; swap
-    does not count.
+    Return None where the system tells nothing. The page cache counts as free, since the kernel gives it up when memory is
+    needed; swap does not count.
     """
     return min((limit.room for limit in limits()), default=None)
 
@@ -85,14 +85,14 @@ def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 
 
 def check(needed: int, c: Collectives) -> None:
-    """Make sure that what all ranks are about to allocate fits in their hosts' memory. Collective.
+    """Raise where what all ranks are about to allocate does not fit in their hosts' memory. Collective.
 
     Args:
         needed: bytes that this rank will hold more than now; what it frees in exchange is already taken off.
-        c: of the ranks.
+        c: the collectives of the ranks.
 
     Raises:
-        HostMemoryError: on all ranks, if one host is short: what each of its ranks needs, and what there is.
+        HostMemoryError: on all ranks, if one host is short. It says what each of the host's ranks needs, and what there is.
     """
     if c.backend == "fake":  # no rank answers
         return
@@ -106,7 +106,7 @@ def check(needed: int, c: Collectives) -> None:
 
 
 def formatted(nbytes: int) -> str:
-    """Return a number of bytes for messages: ``"1.50 GiB"``."""
+    """Return a number of bytes as text: ``"1.50 GiB"``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"

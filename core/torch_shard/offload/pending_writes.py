@@ -1,4 +1,4 @@
-"""Sharded tensors whose memory is being written: nobody reads it before the write has ended.
+"""Work on host memory in the background, and the sharded tensors that wait for it.
 
 While a copy is on its way, or the host thread steps on parameters, the sharded tensors over that memory *have* no shard: it is
 taken away from them, and the first who asks for it waits. So whoever reads one, by whatever way (an operation, a checkpoint,
@@ -27,20 +27,20 @@ __all__ = ["Copying", "PendingWrites", "Work", "flat_of", "pending_writes_of", "
 
 
 class Work(Protocol):
-    """Something that is done to memory."""
+    """Something that is done to host memory in the background."""
 
     @property
     def writes(self) -> bool:
-        """True if it does more than to read."""
+        """True if the work changes the memory."""
 
     def has_ended(self) -> bool:
         """Return True if :meth:`wait` would return at once, without an error."""
 
     def wait(self) -> None:
-        """Return when it has ended; raise what it has raised."""
+        """Return when the work has ended; raise what it has raised."""
 
     def finish(self) -> None:
-        """Do what :meth:`wait` does, on the host thread, in a task that was given behind this work."""
+        """Do what :meth:`wait` does, but on the host thread, in a task that was given behind this work."""
 
 
 class Copying:
@@ -64,35 +64,39 @@ class Copying:
 
 
 class PendingWrites:
-    """What is done to one flat buffer's memory in the background, and the tensors that wait for it."""
+    """The background work on one flat buffer's host memory, and the tensors that wait for it.
+
+    Attributes:
+        ended: how many plain tensors over the memory were handed out and are gone by now.
+    """
 
     def __init__(self, host: Host) -> None:
-        """`host`: whose memory it is, and whose waits are added up."""
+        """Note no work yet. `host`: whose memory it is, and whose waits are added up."""
         self._host = host
         self._works: list[Work] = []
-        # By id; each has put its shard aside, with what that is a part of. Weak: a tensor refers to this, and autograd to
-        # gradients, so that the garbage collector could not free them.
+        # By id: the tensors whose shards were taken away. The references are weak because a tensor refers to this object, and
+        # autograd to gradients, so that the garbage collector could not free them.
         self._taken: dict[int, weakref.ref[Any]] = {}
         self._aliases: dict[int, weakref.ref[Any]] = {}  # by id: the user's sharded tensors over the memory
         self._exported: list[ExportedTensor] = []  # plain tensors over the memory that the user may still have
-        self.ended = 0  # how many of those are gone
-        # Whoever waits does so for all; backward and an asynchronous save have threads of their own.
+        self.ended = 0
+        # One thread waits on behalf of all; backward and an asynchronous save have threads of their own.
         self._lock = threading.RLock()
 
     def __bool__(self) -> bool:
         return bool(self._works)
 
     def begin(self, work: Work, tensors: Iterable[Any] = ()) -> None:
-        """Note a `work` on the memory, in which the sharded tensors `tensors` lie. Works end in the order in which they began."""
+        """Note `work` on the memory in which the sharded tensors `tensors` lie. Works end in the order in which they began."""
         with self._lock:
-            self.hurry()
+            self.start_deferred()
             self._works.append(work)
-            self.hold(tensors)
-            self.hold([alias for alias in (ref() for ref in list(self._aliases.values())) if alias is not None])
+            self.block_reads(tensors)
+            self.block_reads([alias for alias in (ref() for ref in list(self._aliases.values())) if alias is not None])
         if self.exposed:
-            self.settle()
+            self.wait()
 
-    def hurry(self) -> None:
+    def start_deferred(self) -> None:
         """Start the works that wait to be asked for, before the host thread is given what must come behind them."""
         with self._lock:
             for work in self._works:
@@ -107,12 +111,12 @@ class PendingWrites:
 
     # -- for plain tensors ----------------------------------------------------------------------------------------
     def export(self, tensor: Any) -> torch.Tensor:
-        """Return the shard of a sharded tensor as a plain tensor for the user, who may edit it unseen as long as he has it."""
+        """Return the shard of a sharded tensor as a plain tensor, which the user may edit unseen as long as it exists."""
         with self._lock:
             local: torch.Tensor = tensor._local  # waits
             if not local.numel():
                 return local
-            _ = self.exposed  # else those that are gone would add up where nothing is ever stepped on
+            _ = self.exposed  # forgets those that are gone, which would add up where nothing is ever stepped on
             given, result = ExportedTensor.of(local, tensor._shard_state.flat)
             self._exported.append(given)
             return result
@@ -121,7 +125,7 @@ class PendingWrites:
     def exposed(self) -> bool:
         """True if the user has a plain tensor over the memory.
 
-        When one is found to be gone, :attr:`ended` grows: what was noted of the memory before may have been edited unseen."""
+        When one is found to be gone, :attr:`ended` grows: the memory may have been edited unseen since it was last looked at."""
         if not self._exported:
             return False
         with self._lock:
@@ -132,31 +136,31 @@ class PendingWrites:
             return bool(self._exported)
 
     # -- for sharded tensors --------------------------------------------------------------------------------------
-    def follow(self, alias: Any) -> None:
-        """Note one more sharded tensor over the memory, by weak reference."""
+    def add_alias(self, alias: Any) -> None:
+        """Have one more sharded tensor over the memory, which the user has made, wait for works from now on."""
         number, own = id(alias), weakref.ref(self)
 
         def gone(ref: Any) -> None:
-            moving = own()
-            if moving is not None and moving._aliases.get(number) is ref:
-                del moving._aliases[number]
+            writes = own()
+            if writes is not None and writes._aliases.get(number) is ref:
+                del writes._aliases[number]
 
         self._aliases[number] = weakref.ref(alias, gone)
-        alias._shard_state.home = self
+        alias._shard_state.pending_writes = self
 
-    def hold(self, tensors: Iterable[Any]) -> None:
-        """Have whoever reads one of `tensors`, which lie in the memory, wait for the works that there are."""
+    def block_reads(self, tensors: Iterable[Any]) -> None:
+        """Take the shards of `tensors`, which lie in the memory, away until the works have ended, so that reads wait."""
         with self._lock:
             for tensor in tensors if self._works else ():
                 if tensor._shard_state.is_here:
                     self._taken[id(tensor)] = weakref.ref(tensor)
                     tensor._shard_state.take_away(self)
 
-    def settle(self) -> None:
-        """Wait for all works.
+    def wait(self) -> None:
+        """Wait for all works, and give the tensors their shards back.
 
         Raises:
-            Exception: what the first that has failed has raised, once; all have ended, and the memory is as they have left it.
+            Exception: what the first work that failed has raised. All works have ended, and the next call raises nothing.
         """
         if not self._works and not self._taken:
             return
@@ -174,16 +178,16 @@ class PendingWrites:
         if error is not None:
             raise error
 
-    def settle_writes(self) -> None:
-        """Wait for all works, unless they only read."""
+    def wait_for_writes(self) -> None:
+        """Wait for all works if one of them writes."""
         if any(work.writes for work in list(self._works)):
-            self.settle()
+            self.wait()
 
-    def tidy(self) -> None:
-        """Give the tensors their shards back, if all works have ended."""
+    def restore_if_done(self) -> None:
+        """Give the tensors their shards back if all works have ended."""
         with self._lock:
             if self._taken and all(work.has_ended() for work in self._works):
-                self.settle()
+                self.wait()
 
     def _give_back(self) -> None:
         for tensor in (ref() for ref in self._taken.values()):
@@ -192,8 +196,8 @@ class PendingWrites:
                 state.give_back()
         self._taken = {}
 
-    def aside(self, tensor: Any) -> tuple[Any, Any]:
-        """Return the shard of a tensor that may have been taken away, and what it is a part of."""
+    def shard_and_flat(self, tensor: Any) -> tuple[Any, Any]:
+        """Return the shard of a tensor, taken away or not, and the flat tensor that it is a part of. Wait for nothing."""
         with self._lock:
             state = tensor._shard_state
             found: tuple[Any, Any] = (state.local, state.flat) if state.aside is None else state.aside
@@ -205,25 +209,25 @@ def flat_of(tensor: Any) -> Any:
     if tensor is None:
         return None
     state = tensor._shard_state
-    return state.flat if state.moving is None else state.moving.aside(tensor)[1]
+    return state.flat if state.waits_for is None else state.waits_for.shard_and_flat(tensor)[1]
 
 
 def shard_of(tensor: Any) -> Any:
     """Return the shard of a sharded tensor. Wait for nothing that is written to it."""
     state = tensor._shard_state
-    return state.local if state.moving is None else state.moving.aside(tensor)[0]
+    return state.local if state.waits_for is None else state.waits_for.shard_and_flat(tensor)[0]
 
 
 def pending_writes_of(tensor: Any) -> PendingWrites | None:
-    """Return what is done in the background to the memory of a sharded tensor, if it is host memory."""
+    """Return the background work on the memory of a sharded tensor; None if that is no host memory."""
     state = tensor._shard_state
-    found: PendingWrites | None = state.moving
+    found: PendingWrites | None = state.waits_for
     if found is None:
-        found = state.home
+        found = state.pending_writes
     if found is None:
-        found = getattr(state.flat, "_home", None)  # a gradient's or state's
+        found = getattr(state.flat, "_pending_writes", None)  # a gradient's or state's
     if found is None and state.unit_ref is not None:
         unit = state.unit_ref()
         host = None if unit is None or unit.host is None else unit.find(tensor)[0].host
-        found = None if host is None else host.moving
+        found = None if host is None else host.pending_writes
     return found

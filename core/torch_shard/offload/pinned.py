@@ -1,7 +1,7 @@
-"""Host memory that a GPU can copy from and to while the host goes on: page-locked.
+"""Page-locked host memory, from and to which a GPU can copy while the host goes on.
 
-Ordinary memory that is page-locked afterwards. torch's own page-locked memory comes from a cache that rounds each request up to a
-power of two, so that a shard of 1.1 GiB would take 2 GiB, and keeps what is given back.
+It is ordinary memory that is page-locked afterwards. torch's own page-locked memory comes from a cache that rounds each request
+up to a power of two, so that a shard of 1.1 GiB would take 2 GiB, and keeps what is given back.
 
 A copy with ``non_blocking=True`` goes on by itself only where the tensor is page-locked. torch keeps no list of what is: it asks
 the CUDA runtime (``cudaPointerGetAttributes``, in ``CUDAHooks::isPinnedPtr``), whoever has locked it. So ``tensor.is_pinned()``

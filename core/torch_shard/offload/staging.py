@@ -21,7 +21,8 @@ class Staged:
     """Memory in which a gradient arrives.
 
     Attributes:
-        task: the host thread's, which reads what was put there last.
+        memory: 1-D, uint8.
+        task: the host thread's task that reads the gradient that was put there last.
     """
 
     __slots__ = ("memory", "task")
@@ -32,14 +33,14 @@ class Staged:
 
 
 class Staging:
-    """A few buffers, which all units use in turn, for gradients that arrive in a narrower dtype than that of ``.grad``."""
+    """A few buffers for gradients that arrive in a narrower dtype than that of ``.grad``. All units use them in turn."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._buffers: deque[Staged] = deque()  # the one that was taken the longest ago first
+        self._buffers: deque[Staged] = deque()  # in the order in which they were taken
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory for so many bytes at a time; none for 0.
+        """Take memory for gradients of at most `nbytes` bytes each.
 
         Raises:
             HostMemoryError: there is none.
@@ -48,9 +49,9 @@ class Staging:
             self._buffers.append(Staged(self._host.empty(nbytes, torch.uint8)))
 
     def take(self, values: torch.Tensor) -> tuple[Staged, torch.Tensor]:
-        """Return a buffer for a copy of `values`, and its part of their length and dtype; who takes it sets its `task`.
+        """Return a buffer for a copy of `values`, and the part of it that has their length and dtype. The caller sets its `task`.
 
-        Waits until the host thread is through with what was there, so that it is never further behind than there are buffers.
+        Waits until the host thread has read what was there, so that the thread is never further behind than there are buffers.
 
         Raises:
             HostMemoryError: there is no memory for more than was reserved.
@@ -61,7 +62,7 @@ class Staging:
         else:
             self._buffers.rotate(-1)
         staged = self._buffers[-1]
-        task, staged.task = staged.task, None  # one that has failed says so once
+        task, staged.task = staged.task, None  # a task that has failed raises once
         if task is not None and not task.has_ended():
             begun = time.perf_counter()
             try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..errors import ConfigError, SetupError
 from ..layout.dtensor_placement import is_dtensor, local_of, placed_of
 from ..plan.plan import Plan
 from ..shard_tensor.tensor import ShardTensor
+from ..unit.module_params import held_by
 from .lazy_param import Waiting
 from .lazy_values import described
 
@@ -37,10 +38,9 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
                     "out of the parallelize plan."
                 )
     rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    rnn_refs = {id(ref) for module in rnns for ref in getattr(module, "_flat_weight_refs", [])}
     params = {info.name: by_name[info.name] for info in plan.params}
     for name, param in params.items():
-        reason = _why_not(param, name, device, rnn_refs)
+        reason = _why_not(param, name, device, rnns)
         if reason is not None:
             raise SetupError(f"rank {rank}: parameter {name} {reason}")
     _refuse_overlaps(params, rank)
@@ -51,7 +51,7 @@ def check_model(model: nn.Module, plan: Plan, device: torch.device, rank: int) -
         )
 
 
-def _why_not(param: nn.Parameter, name: str, device: torch.device, rnn_refs: set[int]) -> str | None:
+def _why_not(param: nn.Parameter, name: str, device: torch.device, rnns: Sequence[nn.Module]) -> str | None:
     """Return why `param` can't be sharded, and the remedy, to be read behind its name; None if it can be."""
     if isinstance(param, ShardTensor):
         return (
@@ -71,13 +71,7 @@ def _why_not(param: nn.Parameter, name: str, device: torch.device, rnn_refs: set
         return f"is on {p.device}, but this rank shards on {device}; move the model there first."
     if not param.is_leaf:
         return "is the result of an operation, not a leaf; detach it before sharding."
-    if any(id(ref) not in rnn_refs for ref in weakref.getweakrefs(param)):
-        return "has weak references to it, which sharding would break; drop them or use ignore=."
-    if param._use_count() > 1:  # type: ignore[attr-defined]
-        return (
-            "is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) before sharding."
-        )
-    return None
+    return held_by(param, rnns)
 
 
 def _refuse_overlaps(params: dict[str, nn.Parameter], rank: int) -> None:

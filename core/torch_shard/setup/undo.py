@@ -113,7 +113,7 @@ def note_flat(
 
 def _restore_flat(flat: FlatBuffer, swapped: list[Swapped], all_failed: Callable[[], bool], has_values: bool) -> None:
     if flat.host is not None:
-        flat.host.moving.settle()  # until then it has weak references to what waits for it
+        flat.host.pending_writes.wait()  # until then it has weak references to what waits for it
     if has_values and all_failed():
         values = full_flat(flat, "the undoing of a failed shard()")
         for index, each in enumerate(swapped):

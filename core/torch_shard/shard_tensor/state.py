@@ -40,24 +40,24 @@ class ShardState:
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
         outdated: for a gradient that an optimizer has changed on the owning rank only, the optimizer's name and the version.
         lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
-        moving: the background work on the memory, while `local` is unset.
+        waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
-        home: for an alias of host memory, the background work on that memory.
+        pending_writes: for an alias of host memory, the background work on that memory.
     """
 
     __slots__ = (
         "aside",
         "converted",
         "flat",
-        "home",
         "local",
         "lost",
-        "moving",
         "origin",
         "outdated",
+        "pending_writes",
         "spec",
         "unit_ref",
         "unreduced",
+        "waits_for",
     )
 
     local: torch.Tensor
@@ -69,24 +69,24 @@ class ShardState:
     unreduced: bool
     outdated: tuple[str, int] | None
     lost: bool
-    moving: PendingWrites | None
+    waits_for: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
-    home: PendingWrites | None
+    pending_writes: PendingWrites | None
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
         self.local = local
         self.spec = spec
         self.unit_ref = unit_ref
-        self.flat = self.origin = self.moving = self.home = None
+        self.flat = self.origin = self.waits_for = self.pending_writes = None
 
     def __getattr__(self, name: str) -> Any:
         if name in _SELDOM:
             return _SELDOM[name]
         # The memory is written to in the background; see torch_shard.offload.pending_writes.
         if name in ("local", "flat"):
-            moving = self.moving
-            if moving is not None:
-                moving.settle()
+            waits_for = self.waits_for
+            if waits_for is not None:
+                waits_for.wait()
             return object.__getattribute__(self, name)  # also if another thread has waited and set it just now
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -95,11 +95,11 @@ class ShardState:
         """True if `local` is set. Does not wait."""
         return _has(self, _local)
 
-    def take_away(self, moving: PendingWrites) -> None:
-        """Put `local` and `flat` aside until `moving` gives them back."""
+    def take_away(self, waits_for: PendingWrites) -> None:
+        """Put `local` and `flat` aside until `waits_for` gives them back."""
         self.aside = self.local, self.flat
-        # In this order, so that another thread finds either `local` or `moving`.
-        self.moving = moving
+        # In this order, so that another thread finds either `local` or `waits_for`.
+        self.waits_for = waits_for
         del self.local, self.flat
 
     def give_back(self) -> None:
@@ -110,7 +110,7 @@ class ShardState:
                 self.flat = None if self.is_here else flat
             if not self.is_here:
                 self.local = local
-        self.moving = self.aside = None
+        self.waits_for = self.aside = None
 
     def marks_of(self, other: ShardState) -> None:
         """Take over what `other` knows of its gradient or result, of which this is a copy."""

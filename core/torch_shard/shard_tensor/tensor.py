@@ -137,8 +137,8 @@ class ShardTensor(torch.Tensor):
         unit = self._unit
         if unit is not None:
             unit.exposed = True
-        home = pending_writes_of(self)
-        return self._local if home is None else home.export(self)
+        writes = pending_writes_of(self)
+        return self._local if writes is None else writes.export(self)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the full tensor: plain, original shape and strides, new memory, without gradient.

@@ -30,9 +30,9 @@ VIEWS = frozenset(_NAMES.split())
 
 def following(source: Any, result: ShardTensor) -> ShardTensor:
     """Return `result`, and let it share the background work on the memory that it shares with `source`."""
-    home = pending_writes_of(source)
-    if home is not None:
-        home.follow(result)
+    writes = pending_writes_of(source)
+    if writes is not None:
+        writes.add_alias(result)
     return result
 
 

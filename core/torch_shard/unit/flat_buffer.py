@@ -92,32 +92,32 @@ class FlatBuffer:
             for start, stop in layout.gaps()
             if start < last and stop > first
         ]
-        home = None if self.host is None else HostGradients(self.host.host, layout.shard_numel, unit.index)
-        self.gradients = GradientBuffer(layout, dtypes, self.params, collectives, home)
+        gradients = None if self.host is None else HostGradients(self.host.host, layout.shard_numel, unit.index)
+        self.gradients = GradientBuffer(layout, dtypes, self.params, collectives, gradients)
         self._build(self.dtype, None)
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's slot, 1-D, of the stored dtype. Reading it waits for an optimizer step that the host makes on it."""
         if self.host is not None:
-            self.host.moving.settle()
+            self.host.pending_writes.wait()
         return self.memory
 
-    def settle(self) -> None:
+    def wait_for_host(self) -> None:
         """Wait until nothing works in the background on the shard, its optimizer state or its gradients."""
-        if self.host is not None and self.gradients.home is not None:
-            self.host.moving.settle()
-            self.gradients.home.moving.settle()
+        if self.host is not None and self.gradients.host is not None:
+            self.host.pending_writes.wait()
+            self.gradients.host.pending_writes.wait()
 
-    def settle_step(self) -> None:
+    def wait_for_step(self) -> None:
         """Wait for the host's step on the shard and its optimizer state."""
         if self.host is not None:
-            self.host.moving.settle_writes()
+            self.host.pending_writes.wait_for_writes()
 
     @property
     def version(self) -> int:
         """The version counter of the shard. Reading it waits for background writes to the shard, not for reads of it."""
-        self.settle_step()
+        self.wait_for_step()
         return self.memory._version
 
     def _build(self, compute: torch.dtype, code: BlockQuantizer | None) -> None:

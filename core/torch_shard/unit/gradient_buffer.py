@@ -44,10 +44,10 @@ class GradientBuffer:
         dtypes: Dtypes,
         params: list[ShardTensor],
         collectives: Collectives,
-        home: HostGradients | None = None,
+        host: HostGradients | None = None,
     ) -> None:
-        """Make the buffer, without memory. `home` takes reduced gradients to host memory; None keeps them on the device."""
-        self.layout, self.dtypes, self.params, self.collectives, self.home = layout, dtypes, params, collectives, home
+        """Make the buffer, without memory. `host` takes reduced gradients to host memory; None keeps them on the device."""
+        self.layout, self.dtypes, self.params, self.collectives, self.host = layout, dtypes, params, collectives, host
         n = len(params)
         # By parameter:
         self.asked = [False] * n  # required a gradient in the last forward
@@ -68,7 +68,7 @@ class GradientBuffer:
         self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
         # CUDA streams on which gradients arrived, noted where another stream reads the gradients.
         self._streams: set[Any] = set()
-        self._notes_streams = collectives.reduce_stream is not None or (home is not None and home.host.on_cuda)
+        self._notes_streams = collectives.reduce_stream is not None or (host is not None and host.host.on_cuda)
         self._narrow = False  # `flat` has the dtype in which gradients arrive, in which they may not be summed
         before = (
             _divided_before(collectives.data_parallel_size)
@@ -124,8 +124,8 @@ class GradientBuffer:
     def _open(self) -> torch.Tensor:
         """Return `flat`, allocated if need be."""
         if self.flat is None:
-            if self.home is not None:
-                self.home.host.make_room()
+            if self.host is not None:
+                self.host.host.make_room()
             self._narrow = self.collectives.data_parallel_size == 1 and widens(self.opens, self.dtypes.grad)
             self.flat = self._taken(self.opens)
         return self.flat
@@ -154,7 +154,7 @@ class GradientBuffer:
             return self.dtypes.accumulated
         if self.collectives.data_parallel_size > 1:
             return self.dtypes.reduce
-        return self.dtypes.grad if self.home is None or self._factor != 1.0 else self.dtypes.crossing(reduced=False)
+        return self.dtypes.grad if self.host is None or self._factor != 1.0 else self.dtypes.crossing(reduced=False)
 
     # -- arrival ------------------------------------------------------------------------------------------------
     def begin_backward(self, checked: bool = False, deferred: bool = False, partial: bool = False) -> None:
@@ -239,14 +239,14 @@ class GradientBuffer:
                 if not has:
                     slot_view(grad, slot).zero_()
         if self.collectives.data_parallel_size == 1:
-            self._keep(cast(grad, self.dtypes.grad, self.home is not None), streams=streams)
+            self._keep(cast(grad, self.dtypes.grad, self.host is not None), streams=streams)
             return None
         if self.quantized is not None:
             return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
         if grad.dtype != self.dtypes.reduce:
             grad = self._converted(grad)
         if self.hook is not None:
-            return self.hook.start(self.collectives, grad, self.dtypes.grad, self.home is not None)
+            return self.hook.start(self.collectives, grad, self.dtypes.grad, self.host is not None)
         return self.collectives.reduce(grad, what, streams)
 
     def _converted(self, grad: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class GradientBuffer:
 
     def collect(self, reduction: Reduction) -> None:
         """Wait for a reduction and keep its result, this rank's shard, to be published."""
-        result, factor = reduction.finish(self.dtypes.grad, self.home is not None), self._rest
+        result, factor = reduction.finish(self.dtypes.grad, self.host is not None), self._rest
         if factor != 1.0 and result.dtype == self.dtypes.grad:
             result.mul_(factor)
             factor = 1.0
@@ -273,26 +273,26 @@ class GradientBuffer:
             factor: what the result has to be multiplied with, in the dtype of `.grad`.
             streams: CUDA streams to which the memory of `result` may belong.
         """
-        home = self.home
+        host = self.host
         # With one rank no reduction waits for this one, so that the result can as well be added when it is published.
-        base = self._published() if home is not None or self.collectives.data_parallel_size > 1 else None
-        if home is None:
+        base = self._published() if host is not None or self.collectives.data_parallel_size > 1 else None
+        if host is None:
             if base is not None:
                 base.add_(result)
             else:
                 self.results.append(result)
         elif base is not None:
-            home.add(base, result, self._present_grads(), factor, streams)
+            host.add(base, result, self._present_grads(), factor, streams)
         else:
-            self.results.append(home.receive(result, self.dtypes.grad, factor, streams))
+            self.results.append(host.receive(result, self.dtypes.grad, factor, streams))
 
     def scale(self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]]) -> None:
         """Multiply `base`, host memory that holds all gradients, by a 0-dim factor, in the background.
 
         `gaps` are the ranges of padding in `base`.
         """
-        assert self.home is not None
-        self.home.scale(base, factor, gaps, self._present_grads())
+        assert self.host is not None
+        self.host.scale(base, factor, gaps, self._present_grads())
 
     def _present_grads(self) -> list[Any]:
         """Return the parameters' present gradients, those that are ShardTensors."""
@@ -310,7 +310,7 @@ class GradientBuffer:
                 grad = own_grad(param)
                 # Hot: each reduction asks this of each parameter. Only gradients in host memory need more than an attribute.
                 state = getattr(grad, STATE, None)
-                flat = None if state is None else state.flat if self.home is None else flat_of(grad)
+                flat = None if state is None else state.flat if self.host is None else flat_of(grad)
                 if flat is None or (base is not None and flat is not base) or flat.dtype != self.dtypes.grad:
                     return None
                 base = flat
@@ -333,8 +333,8 @@ class GradientBuffer:
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
                 self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
-            if self.home is not None:
-                self.home.moving.hold(self._present_grads())
+            if self.host is not None:
+                self.host.pending_writes.block_reads(self._present_grads())
         if self.partial:
             self.unfinished.note(touched)
         else:
@@ -349,8 +349,8 @@ class GradientBuffer:
             grad._shard_state.flat = result
             set_own_grad(param, grad)
         else:
-            if self.home is not None:
-                self.home.moving.settle()
+            if self.host is not None:
+                self.host.pending_writes.wait()
             existing.add_(grad)
 
     # -- deferred gradients, between the backwards of no_sync() -----------------------------------------------------
@@ -374,8 +374,8 @@ class GradientBuffer:
                     shown._shard_state.unreduced = True
                     set_own_grad(param, shown)
                 self.deferred[i] = (weakref.ref(shown), shown._version)
-        if self.home is not None and own:
-            self.home.moving.hold(self._present_grads())
+        if self.host is not None and own:
+            self.host.pending_writes.block_reads(self._present_grads())
 
     def _own_shards(self) -> Sequence[torch.Tensor]:
         """Return this rank's shards of the unreduced gradients, one for each parameter, in the dtype of `.grad`."""
@@ -384,7 +384,7 @@ class GradientBuffer:
         own = self.flat[start:stop]
         # A copy to host memory runs in the background, when the next backward may add to the buffer: so it gets its own.
         dtype = self.dtypes.grad
-        own = own.to(dtype) if self.home is None else self.home.receive(own.to(dtype, copy=True), dtype)
+        own = own.to(dtype) if self.host is None else self.host.receive(own.to(dtype, copy=True), dtype)
         return own.split_with_sizes(self._pieces)
 
     def keep_deferred(self) -> None:

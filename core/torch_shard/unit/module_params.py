@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from ..shard_tensor.state import STATE
 from ..shard_tensor.tensor import ShardTensor
 
-__all__ = ["OWN_ATTRIBUTES", "adopt", "copy_attributes", "rebuild_flat_weights"]
+__all__ = ["OWN_ATTRIBUTES", "adopt", "copy_attributes", "held_by", "rebuild_flat_weights"]
 
 OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 """Attributes of sharded and unsharded parameters that are not the user's."""
@@ -33,6 +35,22 @@ def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
     for key, value in param.__dict__.items():
         if key not in OWN_ATTRIBUTES:
             leaf.__dict__[key] = value
+
+
+def held_by(param: Any, rnns: Iterable[nn.Module]) -> str | None:
+    """Return what keeps a parameter from being swapped, and the remedy, to be read behind its name; None for nothing.
+
+    Args:
+        param: sharded or plain.
+        rnns: modules of the model, of which RNNs keep weak references that they can make anew.
+    """
+    own = {id(ref) for module in rnns for ref in getattr(module, "_flat_weight_refs", ())}
+    if any(id(ref) not in own for ref in weakref.getweakrefs(param)):
+        return "has weak references to it, which would break; drop them first."
+    with torch._C.DisableTorchFunctionSubclass():
+        if param._use_count() > 1:
+            return "is still held by an autograd graph or by C++ code; drop old losses and outputs (del loss) first."
+    return None
 
 
 def rebuild_flat_weights(module: nn.RNNBase) -> None:

@@ -124,8 +124,8 @@ class Unit:
             flat.compute_in_its_dtype()
             if flat.host is not None:
                 flat.host.prepare()
-            if flat.gradients.home is not None and any(param.requires_grad for param in flat.params):
-                flat.gradients.home.prepare(flat.dtypes.grad)
+            if flat.gradients.host is not None and any(param.requires_grad for param in flat.params):
+                flat.gradients.host.prepare(flat.dtypes.grad)
         self.gathers = any(flat.gathers for flat in self.flats)
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)

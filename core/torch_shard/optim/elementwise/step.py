@@ -215,7 +215,7 @@ class FlatStep(StepBackend):
         check_units(optimizer, {id(unit): unit for own in self._user_groups for unit in own.units.values()}.values())
         hosted = [flat for runs in self.all_runs for flat in runs.flats if flat.host is not None]
         for flat in hosted:
-            flat.settle_step() if self.later else flat.settle()
+            flat.wait_for_step() if self.later else flat.wait_for_host()
         chosen = [own.implementation(group, self._torchs) for own, group in zip(self._user_groups, groups, strict=True)]
         changed = [
             (runs, split)
@@ -224,7 +224,7 @@ class FlatStep(StepBackend):
         ]
         if changed:
             for flat in hosted:
-                flat.settle()
+                flat.wait_for_host()
             for runtime in self.runtimes:
                 shard_state(optimizer, runtime)
             separate_counters(state)

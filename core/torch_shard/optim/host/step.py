@@ -2,8 +2,8 @@
 
 ``optimizer.step()`` looks at everything as any other step does, takes gradients and options as they are then, and hands the
 arithmetic to the host thread: one task for each flat buffer, in the order in which forward comes to them. Until a task has ended
-the sharded tensors over its memory wait (:mod:`.pending_writes`); the user's counters are moved on at once. The next forward
-waits for the first unit only, and for the others when it comes to them.
+the sharded tensors over its memory wait (:mod:`torch_shard.offload.pending_writes`); the user's counters are moved on at once.
+The next forward comes to the first unit when that one has been updated, and to the others as they are.
 
 Where the outcome could not be the same, all is done before ``step`` returns: in the first step, which makes the state; with
 gradients that the user has assigned; for classes with other scalars than counters of steps (NAdam, ASGD); with a GradScaler
@@ -99,7 +99,7 @@ class HostStep(FlatStep):
 
     def forget(self) -> None:
         for flat, step in self._steps.values():
-            flat.settle()
+            flat.wait_for_host()
             step.forget()
         self._steps = {}
         self._units.forget()

@@ -2,7 +2,7 @@
 
 To prepare a step is to take parameters, gradients, options and state as they are, without waiting for gradients that are on
 their way or still to be scaled. The arithmetic is a task of the host thread, which first waits for those. Until it has ended,
-the sharded tensors over the memory wait (:mod:`.pending_writes`); the user's counters are moved on at once.
+the sharded tensors over the memory wait (:mod:`torch_shard.offload.pending_writes`); the user's counters are moved on at once.
 
 Where the outcome could not be the same, the arithmetic is done at once: see :mod:`.host.step`.
 """
@@ -75,7 +75,7 @@ class HostUnits:
         with torch._C.DisableTorchFunctionSubclass():
             if all(own_grad(p) is None or id(p) not in self._held for p in flat.params):
                 return None
-        flat.settle_step()
+        flat.wait_for_step()
         step.announced, step.later, step.given_groups = False, True, self._groups
         proxy, session = proxy_of(self._optimizer(), step, self._classes)
         session.groups()  # which opens the step
@@ -84,14 +84,14 @@ class HostUnits:
     def step(self, prepared: Prepared, following: FlatBuffer | None = None) -> None:
         """Do the arithmetic, or have the host thread do it. `following`: the buffer that is likely to be stepped next."""
         flat, step, optimizer = prepared.flat, prepared.step, self._optimizer()
-        assert flat.host is not None and flat.gradients.home is not None
+        assert flat.host is not None and flat.gradients.host is not None
         if not any(runs.pieces for runs in step.all_runs):
             prepared.session.end()
             return
         switches = _switches(optimizer, self._groups)
         task = functools.partial(self._run, prepared, optimizer, following)
         if self._switches.get(id(flat)) != switches or not _may_wait(optimizer, step):
-            flat.settle()
+            flat.wait_for_host()
             flat.host.host.forget_arrived()
             task()
             try:
@@ -99,7 +99,7 @@ class HostUnits:
             except DiskError as error:
                 flat.host.host.give_up(error)
                 raise
-            _note_home(flat, step)
+            _note_pending_writes(flat, step)
             self._switches[id(flat)] = switches
             return
         # A copy of all attributes that a step may read, whatever becomes of them later.
@@ -111,12 +111,14 @@ class HostUnits:
             # A graph that has saved a parameter must not run from now on, not only when the parameter has been updated.
             torch.autograd.graph.increment_version([p for runs in step.all_runs for p in runs.stepped])
         step.announced = True
-        host, arriving = flat.host.host, flat.gradients.home.moving.works
+        host, arriving = flat.host.host, flat.gradients.host.pending_writes.works
         behind = functools.partial(_run_after, host, arriving, task, step, type(optimizer).__qualname__)
         work = host.thread.do(behind, self._together)
-        _note_home(flat, step)
-        flat.gradients.home.moving.begin(work, _gradients(flat))
-        flat.host.moving.begin(work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements())])
+        _note_pending_writes(flat, step)
+        flat.gradients.host.pending_writes.begin(work, _gradients(flat))
+        flat.host.pending_writes.begin(
+            work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements())]
+        )
 
     def _run(self, prepared: Prepared, optimizer: Any, following: FlatBuffer | None) -> None:
         """Do the arithmetic on one flat buffer, whose gradients have arrived. The argument `optimizer` keeps it alive."""
@@ -132,7 +134,7 @@ class HostUnits:
             if following is not None:
                 disk.read_ahead(self._kept(following))
             disk.wait(kept)
-        flat.host.settle_reads()
+        flat.host.wait_for_reads()
         self.function(prepared.proxy)
         prepared.session.end()
         if flat.host.crosses:
@@ -222,9 +224,9 @@ def _gradients(flat: FlatBuffer) -> list[Any]:
     return [grad for grad in grads if isinstance(grad, ShardTensor)]
 
 
-def _note_home(flat: FlatBuffer, step: FlatStep) -> None:
-    """Note where state is at home; see :func:`.pending_writes.pending_writes_of`."""
+def _note_pending_writes(flat: FlatBuffer, step: FlatStep) -> None:
+    """Note whose writes the state waits for; see :func:`~torch_shard.offload.pending_writes.pending_writes_of`."""
     assert flat.host is not None
     for base in (flat_of(value) for runs in step.all_runs for value in runs.elements()):
-        if base is not None and not hasattr(base, "_home"):
-            base._home = flat.host.moving
+        if base is not None and not hasattr(base, "_pending_writes"):
+            base._pending_writes = flat.host.pending_writes
