@@ -17,7 +17,7 @@ BELOW = {
     "monitor": {"_private"},
 }
 """What each room may import beside itself. The modules for one namespace of Lightning lie flat, or in fabric, above all rooms."""
-PRIVATE = {"_abandon", "_model", "_runtime", "_shard_state", "_spec", "_unit_ref", "_watch"}
+PRIVATE = {"_abandon", "_model", "_runtime", "_shard_state", "_spec", "_unit", "_unit_ref", "_watch"}
 
 
 def test_rooms_import_downwards_only():

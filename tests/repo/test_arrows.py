@@ -33,7 +33,18 @@ PUBLIC = {
 FRONT_ENDS = ("lightning_shard", "accelerate_shard")
 
 # Attributes of engines and of sharded tensors that are the engine's own.
-PRIVATE = {"_runtime", "_watch", "_pending", "_staging", "_abandon", "_spec", "_local", "_unit_ref", "_shard_state"}
+PRIVATE = {
+    "_runtime",
+    "_watch",
+    "_pending",
+    "_staging",
+    "_abandon",
+    "_spec",
+    "_local",
+    "_unit",
+    "_unit_ref",
+    "_shard_state",
+}
 
 # Of torch.distributed, what rooms other than comm may import: types and file formats, no collectives.
 TYPES = (

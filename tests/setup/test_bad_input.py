@@ -200,7 +200,7 @@ def test_saving_the_shards_is_an_error_that_names_the_alternative(rank, tmp_path
     assert torch.load(path)["first.weight"].shape == (4, 4)
 
 
-NEEDS_WHOLE = {
+NEEDS_FULL = {
     "numpy": lambda p: p.detach().numpy(),
     "data_ptr": lambda p: p.data_ptr(),
     "storage": lambda p: p.untyped_storage(),
@@ -208,15 +208,15 @@ NEEDS_WHOLE = {
 }
 
 
-@pytest.mark.parametrize("operation", NEEDS_WHOLE)
+@pytest.mark.parametrize("operation", NEEDS_FULL)
 @ranks(2)
 def test_an_operation_that_needs_the_whole_names_the_parameter_and_gathered(rank, operation):
     model = Net()
     engine = torch_shard.shard(model, **small)
     with torch.no_grad(), pytest.raises(NeedsGatherError, match=r"left\.weight.*gathered"):
-        NEEDS_WHOLE[operation](model.left.weight)
+        NEEDS_FULL[operation](model.left.weight)
     with torch.no_grad(), engine.gathered():
-        NEEDS_WHOLE[operation](model.left.weight)
+        NEEDS_FULL[operation](model.left.weight)
     step(model)
 
 

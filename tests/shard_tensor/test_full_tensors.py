@@ -46,8 +46,8 @@ def test_full_tensors_have_every_bit_of_the_shards(dtype: torch.dtype, rank: int
     assert world_size == 1 or any(t._local.numel() == 0 for t in tensors.values()), "ranks without a part of a tensor"
     for name, expected in plain.items():
         equal(tensors[name].full_tensor(), expected)
-    for whole, expected in zip(full_tensors(list(tensors.values()), "a test"), plain.values(), strict=True):
-        equal(whole, expected)
+    for value, expected in zip(full_tensors(list(tensors.values()), "a test"), plain.values(), strict=True):
+        equal(value, expected)
 
 
 @ranks(2)
@@ -55,8 +55,8 @@ def test_tensors_of_several_dtypes_come_in_one_message_from_each_rank(rank: int,
     comm = GroupComm(world_size, rank)
     plain = [values(dtype)["image"] for dtype in DTYPES]
     tensors = [sharded({"image": value}, rank, world_size, comm)["image"] for value in plain]
-    for whole, expected in zip(full_tensors(tensors, "a test"), plain, strict=True):
-        equal(whole, expected)
+    for value, expected in zip(full_tensors(tensors, "a test"), plain, strict=True):
+        equal(value, expected)
     assert comm.calls == 1 + world_size, "what is gathered, and each rank's shards"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.shard_cases import NEEDS_WHOLE, REDUCTIONS, UNARY
+from tests.support.shard_cases import NEEDS_FULL, REDUCTIONS, UNARY
 from tests.support.shard_helpers import sharded
 from torch_shard.comm.small_collectives import ScalarComm
 from torch_shard.comm.watchdog import Watchdog
@@ -17,10 +17,10 @@ F = nn.functional
 
 
 class AskedUnit:
-    """Stands in for a unit: notes what it is asked, and hands out the whole parameter if told to."""
+    """Stands in for a unit: notes what it is asked, and hands out the full parameter if told to."""
 
-    def __init__(self, whole):
-        self.leaf = nn.Parameter(whole)
+    def __init__(self, full):
+        self.leaf = nn.Parameter(full)
         self.is_summoned = False
         self.gathers = self.casts = self.rounding = False
         self.host = None
@@ -66,8 +66,8 @@ def test_arithmetic_and_scalar_reductions_are_told_to_be_local(unit, p):
     assert [name for name, local in unit.asked if not local] == []
 
 
-def test_what_needs_the_whole_is_told_to_be_not_local(unit, p):
-    for function in NEEDS_WHOLE:
+def test_what_needs_the_full_parameter_is_told_to_be_not_local(unit, p):
+    for function in NEEDS_FULL:
         unit.asked.clear()
         # Some first make another tensor, which has no unit to ask, or are refused without asking.
         if not _is_answered(function, p):
@@ -81,7 +81,7 @@ def test_what_needs_the_whole_is_told_to_be_not_local(unit, p):
 
 
 def _is_answered(function, p):
-    """Whether it asks for what was computed from the parameter, which can be made whole by itself."""
+    """Whether it asks for what was computed from the parameter, which can be gathered by itself."""
     try:
         result = function(p)
     except NeedsGatherError:
@@ -93,7 +93,7 @@ def _is_answered(function, p):
 
 
 @pytest.mark.parametrize("recording", [True, False])
-def test_a_plain_tensor_of_more_than_one_number_needs_the_whole(unit, p, recording):
+def test_a_plain_tensor_of_more_than_one_number_needs_the_full_parameter(unit, p, recording):
     x = torch.ones(7)
     out_of_place = [lambda: p * x, lambda: torch.where(x > 0, p, 0.0), lambda: p.detach().add(x), lambda: x - p]
     out_of_place += [
@@ -114,7 +114,7 @@ def test_a_plain_tensor_of_more_than_one_number_needs_the_whole(unit, p, recordi
 
 
 @pytest.mark.parametrize("recording", [True, False])
-def test_what_was_computed_from_a_parameter_is_made_whole_where_slices_will_not_do(unit, p, recording):
+def test_what_was_computed_from_a_parameter_is_gathered_where_shards_will_not_do(unit, p, recording):
     w = p.full_tensor()
     x = torch.randn(5, 7)
     with torch.set_grad_enabled(recording):
@@ -124,7 +124,7 @@ def test_what_was_computed_from_a_parameter_is_made_whole_where_slices_will_not_
             for use in (lambda a: a @ x.t(), lambda a: a * x, lambda a: a.sum(0), lambda a: torch.cat([a, a])):
                 result = use(derived)
                 assert type(result) is torch.Tensor and torch.equal(result, use(compute(w)))
-        # Gradients and state have no output computed with them: they stay on slices.
+        # Gradients and state have no output computed with them: they stay on shards.
         state = torch.zeros_like(p).add_(1)
         assert type(state * x) is type(torch.addcmul(state, p.detach(), x)) is ShardTensor
         with pytest.raises(NeedsGatherError):
@@ -173,7 +173,7 @@ def test_the_gathered_parameter_takes_the_place_and_is_given_back(unit, p):
     assert unit.done == [None]  # also when the function raised
 
 
-def test_while_gathered_everything_runs_on_the_whole(unit, p):
+def test_while_gathered_everything_runs_on_the_full_parameter(unit, p):
     unit.is_summoned = True
     with torch.no_grad():
         q = p

@@ -80,7 +80,7 @@ def test_derivatives_of_derivatives(rank, world_size):
 
 
 @ranks(2, 3)
-def test_what_is_computed_from_a_parameter_can_be_used_whole(rank, world_size):
+def test_what_is_computed_from_a_parameter_can_be_used_in_full(rank, world_size):
     # Each rank has data of its own; gradients are averaged, as DDP averages them.
     inputs = [torch.randn(2, 7, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
     mask = torch.arange(7) % 2
@@ -104,7 +104,7 @@ def test_a_tensor_changed_before_backward_is_noticed(rank, world_size):
 
 
 @ranks(2, 3)
-def test_assignments_to_data_and_grad_slice_whole_tensors(rank, world_size):
+def test_assignments_to_data_and_grad_shard_full_tensors(rank, world_size):
     for name in SHAPES:
         shards, other = sharded(values(), rank, world_size), values(seed=4)
         p = nn.Parameter(shards[name])

@@ -1,4 +1,4 @@
-"""ShardTensor: what it answers is what plain torch answers for the whole tensor, or it raises."""
+"""ShardTensor: what it answers is what plain torch answers for the full tensor, or it raises."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.ranks import ranks
-from tests.support.shard_cases import NEEDS_WHOLE, UNARY
+from tests.support.shard_cases import NEEDS_FULL, UNARY
 from tests.support.shard_helpers import SHAPES, GroupComm, join, placed, same, sharded, values
 from torch_shard.errors import NeedsGatherError, ShardPicklingError
 from torch_shard.layout.flat_layout import FlatLayout, ParamMeta
@@ -24,7 +24,7 @@ from torch_shard.shard_tensor.tensor import ShardTensor
 
 @given(placed())
 @settings(max_examples=100, deadline=None)
-def test_the_ranks_slices_together_are_the_tensor(case):
+def test_the_ranks_shards_together_are_the_tensor(case):
     full, layout = case
     ranks_ = layout.owners(1) or range(1)
     specs = [ShardSpec(layout, 1, rank, GroupComm(layout.world_size, rank)) for rank in ranks_]
@@ -210,9 +210,9 @@ def test_the_same_seed_gives_what_plain_torch_gives(rank, world_size):
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_what_needs_the_whole_names_the_parameter_and_gathered():
+def test_what_needs_the_full_parameter_names_it_and_gathered():
     p = nn.Parameter(sharded({"head.weight": torch.randn(5, 7)}, 1, 2)["head.weight"])
-    for i, function in enumerate(NEEDS_WHOLE):
+    for i, function in enumerate(NEEDS_FULL):
         with pytest.raises(NeedsGatherError, match=r"(?s)rank 1.*head\.weight.*engine\.gathered"):
             pytest.fail(f"case {i} gave {function(p)!r}")
 

@@ -1,4 +1,4 @@
-"""Gradients and optimizer state: their views are slices of the same memory, and what needs all elements is computed from copies,
+"""Gradients and optimizer state: their views are shards in the same memory, and what needs all elements is computed from copies,
 as under plain DDP. Nothing that is written is lost."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def view_of(draw, t):
 
 @given(placed(), st.data())
 @settings(max_examples=200, deadline=None)
-def test_a_view_is_cut_from_the_slices_or_refused_and_an_edit_of_it_is_one_of_the_tensor(case, data):
+def test_a_view_is_cut_from_the_shards_or_refused_and_an_edit_of_it_is_one_of_the_tensor(case, data):
     full, layout = case
     ranks_ = layout.owners(1) or range(1)
     shards = [ShardTensor.from_full(full, ShardSpec(layout, 1, r, GroupComm(layout.world_size, r))) for r in ranks_]
@@ -119,7 +119,7 @@ def test_views_are_sharded_and_what_is_new_in_plain_torch_is_plain(rank, world_s
 
 
 @ranks(2)
-def test_what_memory_has_no_slices_is_refused_and_nothing_changes(rank, world_size):
+def test_what_no_shards_have_is_refused_and_nothing_changes(rank, world_size):
     plain = values()["matrix"]
     shard = sharded(values(), rank, world_size)["matrix"]
     edits = [

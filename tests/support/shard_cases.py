@@ -150,7 +150,7 @@ REFUSED = [
     lambda p: p.__array__(),
     lambda p: nn.init.orthogonal_(p),
 ]
-"""For such a matrix: what would hand out memory of no slice."""
+"""For such a matrix: what would hand out memory of no shard."""
 
-NEEDS_WHOLE = [*VIEWED, *GATHERED[:-6], *REFUSED, lambda p: p.tolist()]
+NEEDS_FULL = [*VIEWED, *GATHERED[:-6], *REFUSED, lambda p: p.tolist()]
 """For such a matrix, of a parameter that no engine gathers."""

@@ -104,5 +104,5 @@ def placed(draw):
 
 
 def join(locals_, full):
-    """What slices are of, in the strides of `full`."""
+    """Return the full tensor of these shards, in the strides of `full`."""
     return torch.cat(locals_).as_strided(full.shape, full.stride())

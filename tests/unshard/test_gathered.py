@@ -1,4 +1,4 @@
-"""engine.gathered(...): whole plain parameters for a while, in every combination of its arguments."""
+"""engine.gathered(...): full plain parameters for a while, in every combination of its arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACES = list(itertools.product([None, 0, 1, [1, 0], [1]], [None, "cpu"]))
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(1, 2, exhaustive=(3,))
-def test_inside_the_modules_hold_whole_plain_parameters(strategy: str, world_size: int) -> None:
+def test_inside_the_modules_hold_full_plain_parameters(strategy: str, world_size: int) -> None:
     plain, model, engine = sharded(strategy=strategy)
     before = dict(model.named_parameters())
     with engine.gathered():
@@ -125,7 +125,7 @@ def test_targets(target: str) -> None:
 @pytest.mark.parametrize("place", [None, *exhaustive("cpu")])
 @pytest.mark.parametrize("ranks_arg", [None, 0])
 @ranks(2)
-def test_references_from_before_compute_with_the_whole_values(place: Any, ranks_arg: Any, rank: int) -> None:
+def test_references_from_before_compute_with_the_full_values(place: Any, ranks_arg: Any, rank: int) -> None:
     plain, model, engine = sharded()
     weight, expected = model.blocks[0][0].weight, plain.blocks[0][0].weight
     with engine.gathered(device=place, ranks=ranks_arg, write=True), torch.no_grad():

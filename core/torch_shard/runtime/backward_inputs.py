@@ -68,7 +68,7 @@ def _with_leaves(inputs: Any) -> Any:
     for item in inputs:
         translated.append(item)
         if isinstance(item, ShardTensor):
-            unit = item._unit_ref() if item._unit_ref is not None else None
+            unit = item._unit
             if unit is not None:
                 translated.append(unit.differentiable(item))
     return translated

@@ -63,7 +63,7 @@ def engine_holding(module: nn.Module) -> Any:
     None if it holds none, as inside ``engine.gathered()``, where parameters are full. Not collective.
     """
     for param in module.parameters():
-        unit: Any = param._unit_ref() if isinstance(param, ShardTensor) and param._unit_ref is not None else None
+        unit: Any = param._unit if isinstance(param, ShardTensor) else None
         if unit is not None:
             found = _ENGINES.get(unit.runtime)
             return None if found is None else found()

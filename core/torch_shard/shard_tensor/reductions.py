@@ -36,9 +36,8 @@ def _extreme_of(local: torch.Tensor, largest: bool, spec: ShardSpec, func: Any) 
         own = torch.tensor(-math.inf if largest else math.inf, device=local.device)
     else:
         own = torch.tensor(torch.iinfo(wide).min if largest else torch.iinfo(wide).max, device=local.device)
-    ranks = spec.comm.all_gather(
-        own.to(wide), _what(func, spec)
-    )  # not an all-reduce: some backends drop NaN in a maximum
+    # Not an all-reduce, since some backends drop NaN in a maximum.
+    ranks = spec.comm.all_gather(own.to(wide), _what(func, spec))
     return (ranks.amax() if largest else ranks.amin()).to(local.dtype)
 
 

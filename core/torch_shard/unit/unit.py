@@ -531,8 +531,7 @@ class Unit:
 
 def unit_of(param: object) -> Unit | None:
     """Return the unit of a sharded parameter; None for gradients, optimizer state and plain tensors."""
-    ref = param._unit_ref if isinstance(param, ShardTensor) else None
-    return None if ref is None else cast("Unit | None", ref())
+    return cast("Unit | None", param._unit) if isinstance(param, ShardTensor) else None
 
 
 def _is_of_functional_call(found: Any) -> bool:
