@@ -59,12 +59,9 @@ def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
 def packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
     """Return the modules of `model` that directly hold weights in a packed format: integers or 8-bit values of two dimensions or
     more. Their other tensors, scales for instance, belong to that format, and must not be cast."""
-    found = [name for name, module in model.named_modules() if any(map(_is_packed, _own_tensors(module)))]
+    tensors = {name: [*m._parameters.values(), *m._buffers.values()] for name, m in model.named_modules()}
+    found = [name for name, own in tensors.items() if any(t is not None and _is_packed(t) for t in own)]
     return tuple(glob.escape(name) if name else type(model) for name in found)
-
-
-def _own_tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:

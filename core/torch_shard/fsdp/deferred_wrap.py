@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -299,13 +300,11 @@ class ShardFirst:
 # -- a step before the first forward ------------------------------------------------------------------------------------
 
 _pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_step_hook: Any = None
 
 
+@functools.cache
 def _watch_steps() -> None:
-    global _step_hook
-    if _step_hook is None:
-        _step_hook = register_optimizer_step_pre_hook(_refuse_step)
+    register_optimizer_step_pre_hook(_refuse_step)
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

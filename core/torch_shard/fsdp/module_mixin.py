@@ -18,6 +18,7 @@ from ..errors import SetupError
 from ..shard_tensor.tensor import ShardTensor
 from ..state import model_state, sharded_state
 from . import deferred_wrap
+from .translate_settings import zero
 
 __all__ = ["WrappedModule", "class_over"]
 
@@ -93,18 +94,11 @@ class WrappedModule:
         return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
 
 
-def _zeros(module: nn.Module) -> None:
-    """Fill a module with zeros: the ``ShardConfig.init_fn`` for a model whose values are loaded later."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            tensor.zero_()
-
-
 def _shard_zeros(module: nn.Module) -> None:
     mark = deferred_wrap.mark_of(deferred_wrap.root_of(module))
     assert mark is not None
     request = mark.request
-    mark.request = dataclasses.replace(request, init_fn=_zeros)
+    mark.request = dataclasses.replace(request, init_fn=zero)
     try:
         deferred_wrap.engine_around(module)
     finally:

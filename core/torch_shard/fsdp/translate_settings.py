@@ -30,7 +30,7 @@ from ..config.precision import NONE, Precision
 from ..errors import ConfigError
 from ..log import logger
 
-__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused"]
+__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "zero"]
 
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",
@@ -288,7 +288,7 @@ def _init_fn(requests: list[tuple[nn.Module, Request]]) -> Callable[[nn.Module],
         init_fn = by_module.get(id(module))
         if init_fn is not None:
             # torch's param_init_fn begins with to_empty(). Here the module has memory already, and must keep it.
-            module.__dict__["to_empty"] = functools.partial(_zero, module)
+            module.__dict__["to_empty"] = functools.partial(zero, module)
             try:
                 init_fn(module)
             finally:
@@ -299,8 +299,8 @@ def _init_fn(requests: list[tuple[nn.Module, Request]]) -> Callable[[nn.Module],
     return initialise
 
 
-def _zero(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
-    """Fill what one module holds itself with zeros, in place of ``to_empty``, for code that loads values later."""
+def zero(module: nn.Module, *, device: Any = None, recurse: bool = True) -> Any:
+    """Fill what one module holds itself with zeros, for code that loads values later, with the signature of ``to_empty``."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             tensor.zero_()

@@ -72,11 +72,6 @@ class ParamInfo:
         return self.local_numel * self.dtypes.compute.itemsize
 
     @property
-    def reduced_nbytes(self) -> int:
-        """The bytes of the full gradient when it is reduced."""
-        return self.local_numel * self.dtypes.reduce.itemsize
-
-    @property
     def residual_nbytes(self) -> int:
         """The bytes that error feedback keeps on each rank if gradients are quantized."""
         quantized = self.dtypes.quantized
