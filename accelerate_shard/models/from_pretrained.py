@@ -159,20 +159,20 @@ def _meta_parameter(recorded: Recorded, filled: Callable[[], None]) -> nn.Parame
 
 def _full_values(recorded: Recorded) -> torch.Tensor:
     values = deferred_from(recorded)
-    return values.rounded(values.whole()).clone()
+    return values.rounded(values.full()).clone()
 
 
 def _values_of(param: torch.Tensor) -> torch.Tensor | None:
     """Return, in memory, the values that `param` waits for; None if it waits for none."""
     values = deferred_of(param)
-    return None if values is None else values.rounded(values.whole()).to(param.dtype, copy=True)
+    return None if values is None else values.rounded(values.full()).to(param.dtype, copy=True)
 
 
 def _tie(model: Any, target: str, source: str) -> None:
     """Tie two parameters that the files have both of, if they are equal, as transformers does."""
     ours, theirs = model.get_parameter(target), model.get_parameter(source)
     own, other = deferred_of(ours), deferred_of(theirs)
-    if own and other and torch.equal(own.rounded(own.whole()), other.rounded(other.whole())):
+    if own and other and torch.equal(own.rounded(own.full()), other.rounded(other.full())):
         parent, _, name = target.rpartition(".")
         setattr(model.get_submodule(parent), name, theirs)
         return

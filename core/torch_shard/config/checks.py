@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern, every_name, matches
 
-__all__ = ["check_bools", "check_int", "checked_modules", "modules_named"]
+__all__ = ["check_bools", "check_int", "checked_modules", "chooses", "modules_named"]
 
 
 def check_bools(settings: Any, *fields: str, prefix: str = "") -> None:
@@ -43,6 +43,11 @@ def checked_modules(field: str, value: Any) -> tuple[Any, ...]:
     return entries
 
 
+def chooses(entry: Any, name: str, module: nn.Module) -> bool:
+    """Return True if a module class or a pattern of module names chooses `module`, which has this name."""
+    return matches(name, entry) if isinstance(entry, str) else isinstance(module, entry)
+
+
 def modules_named(field: str, entries: Iterable[Any], model: nn.Module) -> set[nn.Module]:
     """Return the modules of `model` that classes and patterns of names choose, without their children.
 
@@ -51,11 +56,8 @@ def modules_named(field: str, entries: Iterable[Any], model: nn.Module) -> set[n
     """
     found: set[nn.Module] = set()
     for index, entry in enumerate(entries):
-        if isinstance(entry, type):
-            found |= {m for m in model.modules() if isinstance(m, entry)}
-            continue
-        own = {m for name, m in every_name(model) if matches(name, entry)}
-        if not own:
+        own = {m for name, m in every_name(model) if chooses(entry, name, m)}
+        if not own and isinstance(entry, str):
             raise ConfigError(f"{field}[{index}]: {entry!r} is the name of no module.")
         found |= own
     return found

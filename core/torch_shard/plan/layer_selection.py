@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from ..config.checks import chooses
 from ..config.shard_config import Units
 from ..errors import ConfigError
-from ..utils.patterns import matches
 
 __all__ = ["classes_named", "repeated_layers"]
 
@@ -57,14 +57,9 @@ def repeated_layers(setting: str, model: nn.Module, units: Units) -> list[nn.Mod
 
 
 def _is_unit(units: Any, name: str, module: nn.Module) -> bool:
-    if units is None:
-        return False
     if callable(units):
         return bool(units(name, module))
-    return any(
-        isinstance(module, entry) if isinstance(entry, type) else isinstance(entry, str) and matches(name, entry)
-        for entry in units
-    )
+    return any(chooses(entry, name, module) for entry in units or () if isinstance(entry, (str, type)))
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:

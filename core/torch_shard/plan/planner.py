@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..config.checks import chooses
 from ..config.offload import offload_of
 from ..config.precision import precision_of
 from ..errors import ConfigError
@@ -159,7 +160,7 @@ class _Planner:
         if all(isinstance(entry, (str, type)) for entry in units):
             chosen: dict[Node, None] = {}
             for index, entry in enumerate(units):
-                matched = [n for n in self.tree.root.walk() if _chosen_by(entry, n)]
+                matched = [n for n in self.tree.root.walk() if chooses(entry, n.name, n.module)]
                 if not matched:
                     shown = repr(entry) if isinstance(entry, str) else entry.__name__
                     what = "module name" if isinstance(entry, str) else "module of that class"
@@ -334,12 +335,6 @@ class _Planner:
             name = first if len(self.run) == 1 else f"{first}..{last}"
             self.add_unit(name, self.run_numbers, self.run)
         self.run, self.run_numbers, self.run_bytes, self.run_kind = [], [], 0, ""
-
-
-def _chosen_by(entry: str | type, node: Node) -> bool:
-    if isinstance(entry, str):
-        return matches(node.name, entry)
-    return isinstance(node.module, entry)
 
 
 def _blocks(container: Node) -> set[Node]:

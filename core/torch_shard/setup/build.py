@@ -169,10 +169,10 @@ def _allocate(setup: Setup) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # its weak references to the weights would make a swap impossible
             module._flat_weight_refs, module._flat_weights = [], []
-    setup.attempt(_allocate_whole, setup)
+    setup.attempt(_allocate_full, setup)
 
 
-def _allocate_whole(setup: Setup) -> None:
+def _allocate_full(setup: Setup) -> None:
     """Allocate full values for parameters on meta, unless their unit has no values on any rank.
 
     Parameters with values on rank 0 receive them in its broadcast. Parameters without values on any rank are initialised like
@@ -207,9 +207,9 @@ def _allocate_whole(setup: Setup) -> None:
             )
         for name, p in empty.items():
             memory = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=setup.collectives.device)
-            whole = nn.Parameter(memory, requires_grad=p.requires_grad)
-            whole.__dict__.update(p.__dict__)
-            _replace(setup, p, whole)
+            full = nn.Parameter(memory, requires_grad=p.requires_grad)
+            full.__dict__.update(p.__dict__)
+            _replace(setup, p, full)
             setup.given.add(name)
 
 
@@ -246,7 +246,7 @@ def _fill(setup: Setup) -> None:
         (unit, group) for unit, groups, on_meta in units for group in groups if not on_meta and not _waits(setup, group)
     ]
     setup.undo.callback(set_random_state, c.device, random_state(c.device))
-    setup.attempt(_initialise_whole, setup)
+    setup.attempt(_initialise_full, setup)
     sends = config.sync_module_states and any(setup.on_meta)
     if sends:
         setup.together()
@@ -273,7 +273,7 @@ def _waits(setup: Setup, group: Group) -> bool:
     return all(deferred_of(setup.params[info.name]) is not None for info in group[0])
 
 
-def _initialise_whole(setup: Setup) -> None:
+def _initialise_full(setup: Setup) -> None:
     """Initialise parameters without values on any rank in units that have other parameters with values."""
     for unit in setup.plan.units:
         missing = [i for i in unit.params if i.name in setup.given and i.name not in setup.with_values]
@@ -306,7 +306,7 @@ def _fill_ignored(setup: Setup) -> None:
         param = setup.params[name]
         values = deferred_of(param)
         if values is not None:
-            _replace(setup, param, setup.filler.whole(param, values, setup.collectives.device))
+            _replace(setup, param, setup.filler.full(param, values, setup.collectives.device))
         elif param.device.type == "meta":
             raise SetupError(f"ignored parameter {name} is on the meta device; give it memory before shard().")
 

@@ -35,13 +35,13 @@ class Deferred:
     """Values that are read when the parameter is sharded.
 
     Attributes:
-        whole: returns all values; a view of a mapped file if nothing has to be computed.
+        full: returns all values; a view of a mapped file if nothing has to be computed.
         origin: a text that says what the values are and where they come from; equal on all ranks that read the same.
         casts: dtypes to which the values are rounded, one after the other, before the parameter's own.
         filled: a function that is called when all parameters have their values, once even if several parameters have it.
     """
 
-    whole: Callable[[], torch.Tensor]
+    full: Callable[[], torch.Tensor]
     origin: str
     casts: tuple[torch.dtype, ...] = field(default=())
     filled: Callable[[], None] | None = None

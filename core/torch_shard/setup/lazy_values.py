@@ -82,19 +82,19 @@ class Filler:
             if spec.length:
                 with torch.no_grad(), _reading(values):
                     # The values are rounded to the parameter's dtype even if it is stored in a wider one.
-                    local.copy_(values.rounded(shard_of_full(values.whole(), spec)).to(dtype))
+                    local.copy_(values.rounded(shard_of_full(values.full(), spec)).to(dtype))
             self._tell(values)
 
-    def whole(self, param: nn.Parameter, values: Deferred, device: torch.device) -> nn.Parameter:
+    def full(self, param: nn.Parameter, values: Deferred, device: torch.device) -> nn.Parameter:
         """Return a plain parameter with all values of `param`, which is not to be sharded.
 
         Raises:
             CheckpointError: the values can't be read, or have another shape.
         """
         with torch.no_grad(), _reading(values):
-            whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-            whole.copy_(values.rounded(values.whole()))
-        filled = nn.Parameter(whole, requires_grad=param.requires_grad)
+            full = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+            full.copy_(values.rounded(values.full()))
+        filled = nn.Parameter(full, requires_grad=param.requires_grad)
         filled.__dict__.update(attributes_of(param))
         self._tell(values)
         return filled
@@ -117,5 +117,5 @@ def _reading(values: Deferred) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{values.origin} can't be read ({type(error).__name__}: {error}). Nothing has changed; shard the model once the "
-            "files are there, or build it again from whole ones."
+            "files are there, or build it again from complete ones."
         ) from error

@@ -65,7 +65,7 @@ class Materialiser:
                     ) from error
                 set_random_state(self.collectives.device, before)
                 self.done = done
-        self._on_whole(unit, modules)
+        self._on_full(unit, modules)
 
     def keep(self, unit: Unit) -> None:
         """Keep this rank's shard of parameters that were initialised in full. Collective if rank 0's values are sent."""
@@ -88,7 +88,7 @@ class Materialiser:
             if _is_marked(first):
                 raise _uninitialised(self.collectives.world_rank, name)
 
-    def _on_whole(self, unit: Unit, modules: list[nn.Module]) -> None:
+    def _on_full(self, unit: Unit, modules: list[nn.Module]) -> None:
         for flat in unit.flats:
             if unit.gathers:
                 flat.full.untyped_storage().resize_(flat.nbytes)
