@@ -24,6 +24,7 @@ from tests.optim.helpers import (
 )
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.errors import ConfigError
 
 # -- groups and optimizers --------------------------------------------------------------------------------------------------
 
@@ -55,13 +56,14 @@ def test_several_optimizers_over_disjoint_parts_of_a_unit_step_in_turn(rank, wor
 
 
 @ranks(2)
-def test_a_parameter_in_two_groups_is_stepped_twice_as_in_plain_torch(rank, world_size):
-    def optimizer(model):
-        made = O.SGD(trainable(model), lr=0.1, momentum=0.9)
-        made.param_groups.append({**made.param_groups[0], "params": [model.up.weight], "lr": 0.03})
-        return made
-
-    go(Pair(Odd, rank, world_size, optimizer=optimizer), 0, 3)
+def test_a_parameter_that_is_listed_twice_is_refused(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=lambda model: O.SGD(trainable(model), lr=0.1, momentum=0.9))
+    go(pair, 0)
+    pair.optimizer.param_groups.append({**pair.optimizer.param_groups[0], "params": [pair.model.up.weight]})
+    plain_backward(pair.model, batch(rank, 1))
+    with pytest.raises(ConfigError, match=r"up\.weight more than once"):
+        pair.optimizer.step()
+    pair.check()
 
 
 class TwoDtypes(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 from ..errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
 from ..grad_clip.checks import refuse_unfinished
 from ..layout.dtensor_placement import is_dtensor
+from ..numerics.stochastic_rounding import widen
 from ..shard_tensor.spec import shard_of_part
 from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
@@ -28,11 +30,12 @@ __all__ = [
     "refusal_of",
     "refuse_offloaded",
     "refuse_others",
-    "refuse_twice",
+    "refuse_repeated",
     "refuse_unreduced",
     "refuse_without_rounding",
     "shard_state",
     "units_of",
+    "widen_state",
 ]
 
 
@@ -114,19 +117,22 @@ def check_units(optimizer: Any, units: Iterable[Unit]) -> None:
             )
 
 
-def refuse_twice(optimizer: Any, param: Any) -> None:
-    """Raise for a parameter that an optimizer lists more than once, where steps are rounded stochastically.
+def refuse_repeated(optimizer: Any) -> None:
+    """Raise if an optimizer lists a sharded parameter more than once, for which torch warns of a later error.
 
     Raises:
-        ConfigError: the parameter would be stepped in the dtype of storage, bf16.
+        ConfigError: names the parameter.
     """
-    flat, _ = param._unit_ref().find(param)
-    if flat.rounding is not None:
-        raise ConfigError(
-            f"rank {param._spec.rank}: {type(optimizer).__qualname__} lists {param._spec.name} more than once, and such a "
-            "parameter is stepped in the dtype that it is stored in, without precision.stochastic_rounding; list it once. "
-            "Nothing was changed."
-        )
+    params = params_of(optimizer)
+    if len(params) == len(set(map(id, params))):
+        return
+    counts = Counter(map(id, params))
+    for p in params:
+        if counts[id(p)] > 1 and isinstance(p, ShardTensor):
+            raise ConfigError(
+                f"rank {p._spec.world_rank}: {type(optimizer).__qualname__} lists {p._spec.name} more than once; list each "
+                "parameter once. Nothing was changed."
+            )
 
 
 def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
@@ -209,6 +215,14 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
             if unit is None or unit.runtime is not runtime or unit.is_summoned:
                 break
             own[key] = _shard_of(value, p)
+
+
+def widen_state(entries: Any) -> None:
+    """Convert a parameter's state to fp32, where steps are rounded stochastically.
+
+    It may have been left by steps in bf16, or made by the user like the parameter.
+    """
+    widen(entries, lambda value, local: ShardTensor._wrap(local, value._spec))
 
 
 def _shard_of(value: torch.Tensor, param: ShardTensor) -> ShardTensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 __all__ = ["Options", "Snapshot", "copied_options", "put"]
 
@@ -79,13 +80,9 @@ def copied_options(group: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if not isinstance(value, _MUTABLE):
         return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _copied(child) for key, child in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return set(value) if type(value) is set else value
+    if isinstance(value, set):
+        return set(value)
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def put(group: dict[str, Any], key: str, value: Any) -> None:
@@ -103,12 +100,11 @@ def _mark(value: Any) -> Any:
 
 
 def _equal(some: Any, others: Any) -> bool:
-    if type(some) is not type(others):
-        return False
-    if isinstance(some, torch.Tensor):
-        return some.shape == others.shape and torch.equal(some, others)
-    if type(some) is dict:
-        return some.keys() == others.keys() and all(_equal(value, others[key]) for key, value in some.items())
-    if type(some) in (list, tuple):
-        return len(some) == len(others) and all(map(_equal, some, others))
-    return bool(some == others)
+    (leaves, tree), (other_leaves, other_tree) = tree_flatten(some), tree_flatten(others)
+    return tree == other_tree and all(map(_equal_leaves, leaves, other_leaves))
+
+
+def _equal_leaves(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)

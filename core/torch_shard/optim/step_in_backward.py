@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, ShardError
+from ..errors import ShardError
 from ..runtime import grad_scaler
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.gradient_buffer import GradientBuffer
-from .checks import refuse_others
+from .checks import refuse_others, refuse_repeated
 from .elementwise.step import FlatStep
-from .elementwise.step_counters import separate_counters
 from .engines_of_optimizer import params_of
 from .group_options import Options
 from .host.step import steps_on_host
@@ -60,7 +58,7 @@ class InBackward:
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
         self.optimizer = optimizer
         self._runtime = weakref.ref(runtime)
-        self._refuse_repeated()
+        refuse_repeated(self.optimizer)
         grad_scaler.follow()
         step = type(optimizer).step
         self._function = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
@@ -113,7 +111,7 @@ class InBackward:
             )
         if grad_scaler.is_running():
             raise self._refused("torch.amp.GradScaler (it has scaled this backward's loss)")
-        self._refuse_repeated()
+        refuse_repeated(self.optimizer)
         runtime = self._runtime()
         if runtime is not None:
             refuse_others(self.optimizer, runtime, "engine.step_in_backward: ")
@@ -121,7 +119,6 @@ class InBackward:
             for noted in (self._stepped, self._issued, self._gathered, self._demanded):
                 noted.clear()
             self._options = [Options(group) for group in self.optimizer.param_groups]
-            separate_counters(self.optimizer.state)
             if self._host is not None:
                 self._host.begin()
                 self._latest = None
@@ -166,18 +163,6 @@ class InBackward:
         self._inside, self._begun = begins, False
         if not begins:
             self._all_at_end = False
-
-    def _refuse_repeated(self) -> None:
-        params = params_of(self.optimizer)
-        if len(params) == len(set(map(id, params))):
-            return
-        repeated = {number for number, count in Counter(map(id, params)).items() if count > 1}
-        for p in params:
-            if id(p) in repeated and isinstance(p, ShardTensor):
-                raise ConfigError(
-                    f"{self._where}{type(self.optimizer).__qualname__} lists {p._spec.name} more than once, which "
-                    "engine.step_in_backward() can't step as often; list each parameter once."
-                )
 
     def take_back(self, optimizer: Any) -> None:
         """Undo what the latest backward has done to the options of `optimizer`, whose ``step()`` the user has called.

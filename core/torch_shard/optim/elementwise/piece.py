@@ -30,12 +30,15 @@ class Piece:
         self.values = values
         self.sizes = [v.numel() for v in values]
         # A leaf that requires a gradient, because some optimizers ask for that.
-        self.param = (values[0].detach() if len(values) == 1 else torch.cat(values)).requires_grad_()
+        self.param = self._leaf().requires_grad_()
         self.grads: list[torch.Tensor] = list(values)
         self.given: torch.Tensor | None = None
         self.state: dict[str, Any] = {}
         self.loaded = False
         self._parts = self._split()
+
+    def _leaf(self) -> torch.Tensor:
+        return self.values[0].detach() if len(self.values) == 1 else torch.cat(self.values)
 
     def _split(self) -> tuple[torch.Tensor, ...]:
         return self.param.detach().split_with_sizes(self.sizes) if len(self.values) > 1 else ()
@@ -93,17 +96,17 @@ class RoundedPiece(Piece):
 
     def __init__(self, values: list[torch.Tensor], sources: list[tuple[Rounding, int]]) -> None:
         """`sources`: for each part, the random numbers of its flat buffer and the position in it where the part begins."""
-        self.values = values
-        self.sizes = [v.numel() for v in values]
         self._sources = sources
         # Of the same shape and with hardly any memory. Arithmetic with it outside a step gives NaN.
         nothing = torch.full((1,), torch.nan, dtype=EXACT, device=values[0].device)
-        self._absent = nothing.expand(sum(self.sizes))
-        self.param = self._absent.detach().requires_grad_()
-        self.grads = list(values)
-        self.given = None
-        self.state = {}
-        self.loaded = False
+        self._absent = nothing.expand(sum(v.numel() for v in values))
+        super().__init__(values)
+
+    def _leaf(self) -> torch.Tensor:
+        return self._absent.detach()
+
+    def _split(self) -> tuple[torch.Tensor, ...]:
+        return ()
 
     def load(self) -> None:
         exact = torch.empty(sum(self.sizes), dtype=EXACT, device=self.param.device)

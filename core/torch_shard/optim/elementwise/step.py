@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...numerics.stochastic_rounding import EXACT, widen
+from ...numerics.stochastic_rounding import EXACT
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.unit import unit_of
-from ..checks import check_units, refuse_twice, refuse_unreduced, shard_state
+from ..checks import check_units, refuse_repeated, refuse_unreduced, shard_state, widen_state
 from ..engines_of_optimizer import runtimes_of
 from ..optimizer_proxy import StateView, StepBackend
 from ..registry import is_torchs, kind_of
 from .piece import Piece
 from .runs import Runs
-from .step_counters import separate_counters
 
 if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
@@ -91,14 +89,12 @@ class _UserGroup:
 
     Attributes:
         params: its parameters.
-        rest: those that are not the engine's, and those that are listed more than once, to be stepped as often.
+        rest: those that are not the engine's.
         units: the units of the others, by id.
         runs: how the others are stepped.
     """
 
-    def __init__(
-        self, params: list[Any], twice: set[int], runtimes: list[Runtime], optimizer: Any, only: object
-    ) -> None:
+    def __init__(self, params: list[Any], runtimes: list[Runtime], optimizer: Any, only: object) -> None:
         self.params = params
         self.rest: list[Any] = []
         self.units: dict[int, Unit] = {}
@@ -106,9 +102,7 @@ class _UserGroup:
         positions = {id(runtime): n for n, runtime in enumerate(runtimes)}
         for p in params:
             unit = unit_of(p)
-            if unit is None or id(p) in twice:
-                if unit is not None:
-                    refuse_twice(optimizer, p)
+            if unit is None:
                 self.rest.append(p)
                 continue
             self.units[id(unit)] = unit
@@ -122,8 +116,8 @@ class _UserGroup:
         self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not is_step_of_torchs(optimizer))
         flats = self.runs.flats
         self._on_cpu = all(flat.memory.device.type == "cpu" for flat in flats)
-        self.rounded = any(flat.rounding is not None for flat in flats)
-        self.at_once = (_ROUNDED_ON_CPU if self._on_cpu else _LIST) if self.rounded else 0
+        self._rounded = any(flat.rounding is not None for flat in flats)
+        self.at_once = (_ROUNDED_ON_CPU if self._on_cpu else _LIST) if self._rounded else 0
         self._may_fuse = (
             type(optimizer) in _FUSED_ON_CPU
             and self._on_cpu
@@ -140,6 +134,12 @@ class _UserGroup:
                 return True, self.at_once
         loops = torchs and self._on_cpu and not options.get("foreach") and not options.get("fused")
         return False, _PIECE if loops else self.at_once if torchs else 0
+
+    def widen(self, state: Any) -> None:
+        """Convert the state of parameters whose steps are rounded stochastically to fp32."""
+        for p, number in zip(self.runs.params, self.runs.shard_of, strict=True) if self._rounded else ():
+            if self.runs.flats[number].rounding is not None:
+                widen_state(state.get(p))
 
 
 class _StepGroup:
@@ -207,10 +207,9 @@ class FlatStep(StepBackend):
         state = optimizer.state
         same = self._are_same_parameters(groups)
         if not same:
-            counts = Counter(id(p) for group in groups for p in group["params"])
-            twice = {number for number, count in counts.items() if count > 1}
+            refuse_repeated(optimizer)
             self._user_groups = [
-                _UserGroup(list(group["params"]), twice, self.runtimes, optimizer, self._only) for group in groups
+                _UserGroup(list(group["params"]), self.runtimes, optimizer, self._only) for group in groups
             ]
         check_units(optimizer, {id(unit): unit for own in self._user_groups for unit in own.units.values()}.values())
         hosted = [flat for runs in self.all_runs for flat in runs.flats if flat.host is not None]
@@ -227,8 +226,8 @@ class FlatStep(StepBackend):
                 flat.wait_for_host()
             for runtime in self.runtimes:
                 shard_state(optimizer, runtime)
-            separate_counters(state)
-            self._widen(state)
+            for own in self._user_groups:
+                own.widen(state)
             for runs, split in changed:
                 runs.arrange(state, split)
         if changed or self.state.own is not state:
@@ -250,13 +249,6 @@ class FlatStep(StepBackend):
             for piece in self._groups[number].pieces:
                 if not piece.loaded:
                     piece.load()
-
-    def _widen(self, state: Any) -> None:
-        """Convert to fp32 the state that steps in bf16 have left, or that the user has made like the parameters."""
-        for runs in (own.runs for own in self._user_groups if own.rounded):
-            for p, number in zip(runs.params, runs.shard_of, strict=True):
-                if runs.flats[number].rounding is not None:
-                    widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
 
     def forget(self) -> None:
         self._drop()

@@ -13,26 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Counters", "separate_counters"]
+__all__ = ["Counters"]
 
 _version = operator.attrgetter("_version")
 _place: Any = torch.Tensor.data_ptr
-
-
-def separate_counters(state: Any) -> None:
-    """Give each parameter a counter of its own, where the user has given one to two of them; `state`: an optimizer's."""
-    plain = [
-        value for own in state.values() if type(own) is dict for value in own.values() if type(value) is torch.Tensor
-    ]
-    if len(set(map(id, plain))) == len(plain):  # the usual case, in each step
-        return
-    seen: set[int] = set()
-    for own in (own for own in state.values() if type(own) is dict):
-        for key, value in own.items():  # values may be replaced in the loop, since the keys stay
-            if type(value) is torch.Tensor and not value.dim():
-                if id(value) in seen:
-                    own[key] = value.clone()
-                seen.add(id(value))
 
 
 class _Followers:

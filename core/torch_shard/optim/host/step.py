@@ -21,7 +21,6 @@ from ...errors import ShardError
 from ...unit.flat_buffer import FlatBuffer
 from ..checks import refuse_unreduced
 from ..elementwise.step import REST, FlatStep, is_step_of_torchs
-from ..elementwise.step_counters import separate_counters
 from ..engines_of_optimizer import params_of, runtimes_of
 from ..registry import Kind
 from .unit_step import HostUnits
@@ -79,7 +78,6 @@ class HostStep(FlatStep):
         refuse_unreduced(optimizer, self.runtime)
         self._units.begin()
         held = len(optimizer.state)
-        separate_counters(optimizer.state)  # here, because each flat buffer's step sees only its own part of the state
         # All buffers are prepared before the first is stepped, so that a step which is refused has changed nothing.
         found = [self._units.prepare(flat, step) for flat, step in self._in_order(optimizer)]
         prepared = [one for one in found if one is not None]

@@ -19,7 +19,6 @@ because Gloo knows few dtypes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -289,13 +288,9 @@ def _segment(message: torch.Tensor, at: int, length: int, e: Entry) -> tuple[tor
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    by_dtype: dict[torch.dtype, tuple[list[Any], list[Any]]] = {}
-    for into, value in pairs:
-        lists = by_dtype.setdefault(into.dtype, ([], []))
-        lists[0].append(into)
-        lists[1].append(value)
-    for intos, values in by_dtype.values():
-        torch._foreach_copy_(intos, values)
+    if pairs:
+        shards, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(shards, values)
 
 
 def _padded(size: int) -> int:

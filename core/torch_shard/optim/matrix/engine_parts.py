@@ -1,36 +1,35 @@
-"""The part of a step on full matrices that one engine's parameters take: to their owners and back, part by part."""
+"""The parts of a step on full matrices that have one engine's parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 import zlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...comm.consensus import agree
 from ...errors import ShardError
-from ...numerics.stochastic_rounding import widen
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.unit import Unit, unit_of
-from ..checks import check_units, refuse_unreduced
+from ..checks import check_units, refuse_unreduced, widen_state
 from ..engines_of_optimizer import runtime_of
 from ..registry import is_declared, kind_of
 from .exchange import Entry, Part, Spares
-from .groups import OwnerState, PartGroup
+from .groups import PartGroup
 from .state import give_owners, move_to_owners, stages_of
 
 if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
     from ...unit.flat_buffer import FlatBuffer
 
-__all__ = ["EngineStep"]
+__all__ = ["EngineParts"]
 
 
-class EngineStep:
-    """The steps of one optimizer on one engine's parameters."""
+class EngineParts:
+    """The division of one optimizer's steps on one engine's parameters."""
 
     def __init__(self, optimizer: Any, runtime: Runtime, last: bool) -> None:
         """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped in this one."""
@@ -47,44 +46,44 @@ class EngineStep:
         self._parts: list[list[tuple[Part, list[Any]]]] = []
         # State as the last step has left it, by position in `_params`; None where it has been loaded since, say.
         self._entries: dict[int, Any] | None = {}
-        self._state = OwnerState({})
-        self.groups: list[PartGroup] = []
         self._spares = Spares(runtime.collectives.device)
-        self._at = -1  # the number of the current group
-        self.left_at: int | None = None  # the number of the group in which the loop was left
-        self._answers: list[tuple[int, torch.Tensor]] = []  # rank, and whether it has left its step
-        self._error: Exception | None = None  # what has failed in the exchanges after the loop was left
         # A class of no kind calls a step of torch's: see `_refuse_own_state`.
         self._within = kind_of(type(optimizer)) is None
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
-    def check(self) -> None:
-        """Make sure that all ranks can take this step, and take the same one. Collective; nothing is changed."""
-        self._abandon()
+    def check(self, error: Exception | None) -> None:
+        """Make sure that all ranks can take this step, and take the same one. Collective; nothing is changed.
+
+        Args:
+            error: the error with which the step has failed on this rank already.
+
+        Raises:
+            Exception: on all ranks.
+        """
         optimizer, what = self._optimizer(), f"{self._name}.step()"
-        error: Exception | None = None
         present: list[bool] = []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             try:
-                self._read_answers()
                 refuse_unreduced(optimizer, self.runtime)
                 self._take_groups(optimizer)
                 check_units(optimizer, self._units)
                 present = [_has_gradient(p) for p in self._params]
                 self._refuse_own_state(optimizer.state)
             except Exception as problem:  # the other ranks must hear of it
-                error = problem
+                error = error or problem
             agree(self.runtime, what, None, error)
             self._changed = self._compare(what, present, not self._is_as_left(optimizer.state))
             self._present = present
 
-    def begin(self, state: OwnerState) -> None:
-        """Move state to the owners, and divide the step into parts, which find it in `state`. Collective."""
+    def begin(self, misuse: Callable[[str], Exception]) -> list[PartGroup]:
+        """Move state to the owners, and return the groups of the step, which get `misuse`. Collective."""
         optimizer, what, present = self._optimizer(), f"{self._name}.step()", self._present
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if self._changed:
                 move_to_owners(self.runtime, optimizer, self._params, what)
-                self._widen(optimizer.state)
+                for p in self._params:
+                    if _place(p)[0].rounding is not None:
+                        widen_state(optimizer.state.get(p))
             owners = give_owners(
                 self.runtime, optimizer, [p for p, has in zip(self._params, present, strict=True) if has]
             )
@@ -92,22 +91,16 @@ class EngineStep:
             if made != self._made:
                 self._arrange(optimizer, present, owners)
                 self._made = made
-            self._state, self.groups = state, []
+            groups: list[PartGroup] = []
             for group, parts in zip(optimizer.param_groups, self._parts, strict=True):
                 rest = [p for p in group["params"] if runtime_of(p) is None] if self._last else []
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
-                    self.groups.append(PartGroup(group, part, params, rest if last else [], self.misuse))
+                    groups.append(PartGroup(group, part, params, rest if last else [], misuse))
             for flat in {id(flat): flat for flat, _ in map(_place, self._params)}.values():
                 if flat.rounding is not None:
                     flat.rounding.begin()
-        self.left_at = None
-
-    def _widen(self, state: Any) -> None:
-        """Convert to fp32 the state that steps in bf16 have left, where steps are rounded stochastically."""
-        for p in self._params:
-            if _place(p)[0].rounding is not None:
-                widen(state.get(p), lambda value, local: ShardTensor._wrap(local, value._spec))
+        return groups
 
     def _take_groups(self, optimizer: Any) -> None:
         """Read the optimizer's groups, unless they are those of the last step."""
@@ -209,125 +202,23 @@ class EngineStep:
         some = f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]}" if names else "no unit"
         return Part(entries, self.runtime.collectives, self._spares, f"{self._name}.step() on {some}")
 
-    # -- in the optimizer's loop over the groups ------------------------------------------------------------------
-    def begin_group(self, number: int) -> None:
-        """Gather a group's matrices at their owners, and start with those of the next."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            if number == 0:
-                self.groups[0].part.send()
-            self._at = number
-            group = self.groups[number]
-            values = group.part.build()
-            if number + 1 < len(self.groups):
-                # After this part is built, because the next one's messages take the memory of its messages.
-                self.groups[number + 1].part.send()
-            group.show({id(entry.param): value for entry, value in zip(group.part.owned, values, strict=True)})
-            for entry, value in zip(group.part.owned, values, strict=True):
-                self._state.show(value, entry.param)
-
-    def end_group(self, number: int) -> None:
-        """Send the new values of a group back."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            group = self.groups[number]
-            group.hide()
-            self._state.hide()
-            if number:
-                self._collect(number - 1)  # before the reply, which takes the memory of these messages
-            group.part.reply(self.left_at is not None)
-            group.write_back()
-
-    def leave_loop(self, number: int) -> None:
-        """Take part in the exchanges that remain, without stepping: the optimizer has left its loop in this group, perhaps with
-        an exception. -1 stands for a loop that has not begun. Never raises, because that would hide the exception."""
-        self.left_at = number
-        try:
-            for following in range(max(number, 0), len(self.groups)):
-                if following > number:
-                    self.begin_group(following)
-                self.end_group(following)
-            self.finish()
-        except Exception as error:
-            self._error = error
-        self.forget_answers()
-
-    def forget_answers(self) -> None:
-        """Ignore which ranks have left their loop: this one has left it, too."""
-        self._answers = []
-
-    def raise_error_of_leaving(self) -> None:
-        """Raise what has failed in the exchanges of a loop that was left."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def misuse(self, what: str) -> ShardError:
-        """Return the error for a step that would lose updates; `what` is the predicate of its message."""
-        return ShardError(
-            f"rank {self.runtime.collectives.world_rank}: {self._name}.step() {what}. An optimizer of kind 'matrix' has full "
-            "parameters in the body of `for group in self.param_groups:` only, and must update a group's parameters there. What "
-            "it does elsewhere is lost, so go on from a checkpoint."
-        )
-
     # -- after the loop -------------------------------------------------------------------------------------------
-    def publish(self) -> None:
-        """Put the options that the step has changed so far into the user's groups."""
-        for group in self.groups:
-            group.write_back()
-        if self.left_at is not None and any(group.part.entries for group in self.groups[self.left_at + 1 :]):
-            self.left_at = None
-            raise self.misuse("left its loop over the groups before the last")
-
-    def _collect(self, number: int) -> None:
-        part = self.groups[number].part
-        self._answers += part.collect().items()
-        stepped = [entry.param for entry in part.entries]
-        if stepped:
-            # For autograd: a graph that has saved one of these must not run any more.
-            torch.autograd.graph.increment_version(stepped)
-
-    def finish(self) -> None:
-        """Wait for the last part's values, with which the loop is through."""
+    def end(self) -> None:
+        """End a step, whose values have come back."""
+        self._spares.drop()
         optimizer = self._optimizer()
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._collect(len(self.groups) - 1)
-            self._spares.drop()
-            self._at = -1
-            state = optimizer.state
-            self._entries = {i: state[p] for i, p in enumerate(self._params) if p in state}
-            if is_declared(type(optimizer)):
-                # What such a class does to gradients (`p.grad.lerp_(...)`) only the owners know. To send that would cost a
-                # third more bytes, for what is cleared next nearly always.
-                for p, has in zip(self._params, self._present, strict=True):
-                    if has:
-                        flat, index = _place(p)
-                        flat.gradients.outdate(index, self._name)
+        self._entries = {i: optimizer.state[p] for i, p in enumerate(self._params) if p in optimizer.state}
+        if is_declared(type(optimizer)):
+            # What such a class does to gradients (`p.grad.lerp_(...)`) only the owners know. To send that would cost a third
+            # more bytes, for what is cleared next nearly always.
+            for p, has in zip(self._params, self._present, strict=True):
+                if has:
+                    flat, index = _place(p)
+                    flat.gradients.outdate(index, self._name)
 
-    def read_answers_on_cpu(self) -> None:
-        """Raise if a rank has left its loop. On a GPU the next step does that, because the host would wait for this step here."""
-        if self.runtime.collectives.device.type == "cpu":
-            self._read_answers()
-
-    def _read_answers(self) -> None:
-        """Raise if a rank has left its loop in the last step."""
-        answers, self._answers = self._answers, []
-        ranks = sorted({rank for rank, left in answers if left.item()})
-        if ranks and self.left_at is None:
-            raise ShardError(
-                f"rank {self.runtime.collectives.world_rank}: {self._name}.step() ended early on rank(s) "
-                f"{', '.join(map(str, ranks))}, see the error there. Parameters that they own may be as before the step, "
-                "the others are stepped; go on from a checkpoint."
-            )
-
-    def _abandon(self) -> None:
-        """Wait for the exchanges of a step that has failed: none may be in flight when the next step begins."""
-        in_flight = [exchange for group in self.groups for exchange in group.part.in_flight()]
-        if self._at < 0 and not in_flight:
-            return
-        self._at = -1
-        for exchange in in_flight:
-            with contextlib.suppress(ShardError):
-                exchange.finish()
-        self.groups, self._entries = [], None
+    def abandon(self) -> None:
+        """Drop what a step that has failed has left."""
+        self._entries = None
         self._spares.drop()
 
     def forget(self) -> None:
@@ -335,7 +226,6 @@ class EngineStep:
         self._made, self._entries = (), None
         self._listed, self._params, self._units, self._parts = [], [], [], []
         self._present = []
-        self._state = OwnerState({})
 
 
 def _place(param: Any) -> tuple[FlatBuffer, int]:
