@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .comm.collective_steps import broadcast
 from .comm.consensus import agree
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
@@ -256,7 +257,7 @@ def scatter_full_optim_state_dict(
     keep, count = _shards_of(optim), len(names)
     # State of no parameter, and of parameters that have none.
     own = {key: value for key, value in numbered["state"].items() if key not in range(count) or not value}
-    groups, own = matrix_state.broadcast_object(runtime, (numbered["param_groups"], own), 0, what)
+    groups, own = broadcast(runtime, (numbered["param_groups"], own), what)
     state = {number: entries for number, entries in numbered["state"].items() if number not in own}
     if engine.world_size > 1:
         state = dict(matrix_state.collect(runtime, state, count, True, what, keep))

@@ -110,11 +110,11 @@ def _at_work(barrier: HeartbeatBarrier | None) -> Iterator[None]:
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 
-def broadcast(port: ModelPort, value: T, what: str) -> T:
-    """Return rank 0's object on every rank. Collective."""
+def broadcast(port: ModelPort, value: T, what: str, source: int = 0) -> T:
+    """Return the object of the rank `source` on every rank. Collective."""
     values = [value]
     if port.collectives.world > 1:
-        _exchange(port.collectives, what, dist.broadcast_object_list, values)
+        _exchange(port.collectives, what, dist.broadcast_object_list, values, source=source)
     return values[0]
 
 
@@ -127,12 +127,12 @@ def gather(port: ModelPort, value: T, what: str) -> list[T] | None:
     return values
 
 
-def _exchange(c: Collectives, what: str, function: Callable[..., Any], *args: Any) -> None:
-    """Call one of torch's collectives of objects, from or to rank 0, once all ranks have come. Collective."""
+def _exchange(c: Collectives, what: str, function: Callable[..., Any], *args: Any, source: int = 0) -> None:
+    """Call one of torch's collectives of objects, from or to the rank `source`, once all ranks have come. Collective."""
     # torch's function would wait for a missing rank until the process group's timeout, and not name it.
     blocking(c.watchdog, "control", what, dist.barrier)
     try:
-        function(*args, c.watchdog.ranks[0], group=c.watchdog.channels["control"].group)
+        function(*args, c.watchdog.ranks[source], group=c.watchdog.channels["control"].group)
     except RuntimeError as error:
         raise MissingRankError(
             f"rank {c.world_rank}: {what} failed: another rank has probably died; see its log. ({error})"

@@ -54,7 +54,7 @@ class _Gradients:
         self._on_host: dict[int, FlatBuffer] = {}  # by id of the piece: those in host memory, which may be on their way
         self.dtypes: dict[torch.dtype, None] = {}  # in the order of their first
         if runtime.in_backward is not None:
-            runtime.in_backward.refuse_clipping()
+            runtime.in_backward.refuse("clipping gradients (engine.clip_grad_norm_, clip_grad_value_)")
         chosen = None if parameters is None else {id(p): p for p in parameters}  # a tied parameter counts once
         refuse_unfinished(runtime, None if chosen is None else chosen.values(), "clipping")
         rest: list[torch.Tensor] = []

@@ -28,7 +28,7 @@ def grad_norms(
     if not p > 0:
         raise ConfigError(f"norm_type must be greater than 0, not {norm_type!r}.")
     if runtime.in_backward is not None:
-        runtime.in_backward.refuse_norms()
+        runtime.in_backward.refuse("norms of gradients (engine.grad_norms)")
     chosen = None if parameters is None else {id(param) for param in parameters}
     c, units = runtime.collectives, runtime.units
     # A row for each unit, whoever has a gradient: all ranks send alike. With tensor parallelism, a table for what it cuts, and

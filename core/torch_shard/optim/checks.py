@@ -28,7 +28,6 @@ __all__ = [
     "check_class",
     "check_units",
     "refusal_of",
-    "refuse_offloaded",
     "refuse_others",
     "refuse_repeated",
     "refuse_unreduced",
@@ -172,22 +171,6 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
             raise ShardError(
                 f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
                 "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
-            )
-
-
-def refuse_offloaded(optimizer: Any, runtimes: Iterable[Runtime], matrix: bool) -> None:
-    """Raise if an optimizer of kind ``"matrix"`` (`matrix`), whose matrices are sent between devices, holds offloaded parameters.
-
-    Raises:
-        ShardError: on all ranks; the parameters are in the memory of a host with a GPU.
-    """
-    for runtime in runtimes:
-        if matrix and runtime.host is not None and runtime.host.on_cuda:
-            cls = type(optimizer)
-            raise ShardError(
-                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} needs full matrices, which it can't "
-                "have where parameters are in host memory (ShardConfig.offload). Use an optimizer of torch.optim that works "
-                "element by element (AdamW), or leave offload out. Nothing was changed."
             )
 
 

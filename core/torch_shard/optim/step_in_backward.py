@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -66,22 +66,18 @@ class InBackward:
         if steps_on_host(optimizer, [runtime]):
             self._host = HostUnits(optimizer)
             self._host.function = self._function
-        self._followed: dict[
-            int, FlatBuffer
-        ] = {}  # by id of a flat buffer: the one stepped after it in the latest backward
+        # By id of a flat buffer, the one that was stepped after it in the latest backward:
+        self._followed: dict[int, FlatBuffer] = {}
         self._latest: FlatBuffer | None = None
         self._steps = {
             id(flat.gradients): (flat, FlatStep(optimizer, runtime, flat))
             for unit in runtime.units
             for flat in unit.flats
         }
-        self._stepped: set[int] = (
-            set()
-        )  # the ids of the gradient buffers whose parameters were stepped in this backward
+        self._stepped: set[int] = set()  # the ids of the gradient buffers that were used in this backward
         self._classes: dict[type, type] = {}  # of proxies
-        self._options: list[
-            Options
-        ] = []  # of the groups, as the latest backward found them; empty after a step of the user's
+        # The options of the groups as the latest backward has found them; empty after a step of the user's.
+        self._options: list[Options] = []
         # By index of the unit:
         self._expected: dict[int, weakref.WeakSet[Use]] = {}  # the forwards that backward has not come back to
         self._issued: dict[int, bool] = {}  # units reduced in this backward; True: they are stepped at its end
@@ -110,7 +106,7 @@ class InBackward:
                 "Leave one of them out."
             )
         if grad_scaler.is_running():
-            raise self._refused("torch.amp.GradScaler (it has scaled this backward's loss)")
+            self.refuse("torch.amp.GradScaler (it has scaled this backward's loss)")
         refuse_repeated(self.optimizer)
         runtime = self._runtime()
         if runtime is not None:
@@ -303,20 +299,14 @@ class InBackward:
                 return
             name = frame.f_globals.get("__name__")
             if name in _READERS:
-                raise self._refused(_READERS[name])
+                self.refuse(_READERS[name])
             frame = frame.f_back
 
-    def _refused(self, what: str) -> ShardError:
-        return ShardError(
+    def refuse(self, what: str) -> NoReturn:
+        raise ShardError(
             f"{self._where}{what} with engine.step_in_backward(): a unit's gradients are used and freed before the others' are "
             "known. Leave one of them out."
         )
-
-    def refuse_clipping(self) -> None:
-        raise self._refused("clipping gradients (engine.clip_grad_norm_, clip_grad_value_)")
-
-    def refuse_norms(self) -> None:
-        raise self._refused("norms of gradients (engine.grad_norms)")
 
 
 def _storage_uses(flat: FlatBuffer) -> int:

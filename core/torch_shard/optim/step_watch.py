@@ -21,7 +21,6 @@ from ..errors import ConfigError, ShardError
 from .checks import (
     check_class,
     check_units,
-    refuse_offloaded,
     refuse_others,
     refuse_unreduced,
     refuse_without_rounding,
@@ -30,7 +29,7 @@ from .checks import (
 )
 from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
-from .host.step import HostStep, refuse_disk, steps_on_host
+from .host.step import HostStep, refuse_offloaded, steps_on_host
 from .matrix.step import MatrixStep
 from .optimizer_proxy import OptimizerProxy, StepBackend, proxy_of
 from .registry import Kind, is_torchs, kind_of, kind_of_step
@@ -118,8 +117,7 @@ class StepWatch:
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         runtimes = runtimes_of(optimizer) or [runtime]
-        refuse_offloaded(optimizer, runtimes, kind == "matrix")
-        refuse_disk(optimizer, runtimes, kind)
+        refuse_offloaded(optimizer, runtimes, kind)
         if kind is None:
             changed = self._step_on_shards(optimizer, args, kwargs, runtimes)
         else:  # a step on full matrices is refused on all ranks together
@@ -182,7 +180,7 @@ class StepWatch:
             if watch is not None and watch._backends.get(optimizer) is not backend:
                 watch._backends[optimizer] = backend  # any of the watches, when it is closed, has it forget
         if isinstance(backend, HostStep):
-            backend.call(function.__wrapped__ if getattr(function, "hooked", False) else function)
+            backend.units.function = function.__wrapped__ if getattr(function, "hooked", False) else function
         proxy, session = proxy_of(optimizer, backend, self._classes)
         args, kwargs = _replaced(args, kwargs, session.around)
         return (proxy, *args[1:]), kwargs
@@ -237,7 +235,7 @@ class StepWatch:
             )
         check_class(optimizer, runtime.collectives.world_rank)
         refuse_others(optimizer, runtime, "step_in_backward: ")
-        refuse_disk(optimizer, [runtime], kind)
+        refuse_offloaded(optimizer, [runtime], kind)
         runtime.in_backward = InBackward(optimizer, runtime)
         runtime.reductions.on_published = runtime.in_backward.step
 

@@ -57,8 +57,5 @@ class StepInBackward(Protocol):
     def check_reader(self) -> None:
         """Raise if `.grad` is read that the step in backward has consumed."""
 
-    def refuse_clipping(self) -> None:
-        """Raise the error that gradients can't be clipped after their step."""
-
-    def refuse_norms(self) -> None:
-        """Raise the error that norms of gradients can't be read after their step."""
+    def refuse(self, what: str) -> None:
+        """Raise the error that `what` needs gradients that the step in backward has consumed."""

@@ -14,7 +14,6 @@ offload, in the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ShardError
@@ -28,7 +27,7 @@ from .unit_step import HostUnits
 if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
 
-__all__ = ["HostStep", "refuse_disk", "steps_on_host"]
+__all__ = ["HostStep", "refuse_offloaded", "steps_on_host"]
 
 
 def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
@@ -37,22 +36,29 @@ def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
     return len(runtimes) == 1 and runtimes[0].host is not None and is_step_of_torchs(optimizer)
 
 
-def refuse_disk(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> None:
-    """Refuse state on disk, which only :class:`HostStep` moves, to other steps. `kind`: of the optimizer.
+def refuse_offloaded(optimizer: Any, runtimes: list[Runtime], kind: Kind | None) -> None:
+    """Raise if an optimizer of this kind can't step on parameters, or keep state, where ``ShardConfig.offload`` has put them.
 
     Raises:
-        ShardError: on all ranks; `optimizer` steps another way, with ``Offload(nvme=...)``. Nothing was changed.
+        ShardError: on all ranks; nothing was changed.
     """
-    if kind == "elementwise" and steps_on_host(optimizer, runtimes):
-        return
     for runtime in runtimes:
-        if runtime.host is not None and runtime.host.disk is not None:
-            cls = type(optimizer)
-            raise ShardError(
-                f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} would keep its state in memory, and "
-                "Offload(nvme=...) is to keep it on disk, which it can for the element-wise classes of torch.optim, each with "
-                "the parameters of one sharded model. Use one of those, or leave nvme out. Nothing was changed."
-            )
+        if kind == "matrix" and runtime.host is not None and runtime.host.on_cuda:
+            why = "needs full matrices, which it can't have where parameters are in host memory (ShardConfig.offload)"
+        elif (
+            runtime.host is None
+            or runtime.host.disk is None
+            or kind == "elementwise"
+            and steps_on_host(optimizer, runtimes)
+        ):
+            continue
+        else:
+            why = "would keep its state in memory, and Offload(nvme=...) is to keep it on disk"
+        cls = type(optimizer)
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} {why}. Use an element-wise class of "
+            "torch.optim (AdamW) for the parameters of one sharded model, or another setting. Nothing was changed."
+        )
 
 
 class HostStep(FlatStep):
@@ -61,12 +67,8 @@ class HostStep(FlatStep):
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
         super().__init__(optimizer, runtime, REST)
         self.runtime = runtime
-        self._units = HostUnits(optimizer)
+        self.units = HostUnits(optimizer)
         self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
-
-    def call(self, function: Callable[..., Any]) -> None:
-        """Use `function` for the arithmetic: the class's step without hooks."""
-        self._units.function = function
 
     def open(self) -> None:
         optimizer = self._optimizer()
@@ -76,13 +78,13 @@ class HostStep(FlatStep):
                 "models since its closure has run. Add them between two steps."
             )
         refuse_unreduced(optimizer, self.runtime)
-        self._units.begin()
+        self.units.begin()
         held = len(optimizer.state)
         # All buffers are prepared before the first is stepped, so that a step which is refused has changed nothing.
-        found = [self._units.prepare(flat, step) for flat, step in self._in_order(optimizer)]
+        found = [self.units.prepare(flat, step) for flat, step in self._in_order(optimizer)]
         prepared = [one for one in found if one is not None]
         for number, one in enumerate(prepared):
-            self._units.step(one, prepared[number + 1].flat if number + 1 < len(prepared) else None)
+            self.units.step(one, prepared[number + 1].flat if number + 1 < len(prepared) else None)
         if len(optimizer.state) > held:
             _sort_state(optimizer, held)
         super().open()
@@ -100,7 +102,7 @@ class HostStep(FlatStep):
             flat.wait_for_host()
             step.forget()
         self._steps = {}
-        self._units.forget()
+        self.units.forget()
         super().forget()
 
 

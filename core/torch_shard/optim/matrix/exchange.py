@@ -161,18 +161,13 @@ class Part:
         ranks = range(collectives.size)
         self._to = [[e for e in ordered if e.owner == rank and rank != me and e.length(me)] for rank in ranks]
         self._from = [[e for e in ordered if e.owner == me and rank != me and e.length(rank)] for rank in ranks]
-        self._sizes_to = [_padded(sum(2 * e.length(me) * e.itemsize for e in to)) for to in self._to]
-        self._sizes_from = [
-            _padded(sum(2 * e.length(rank) * e.itemsize for e in own)) for rank, own in enumerate(self._from)
-        ]
-        self._back_to = [
-            _padded(sum(e.length(rank) * e.itemsize for e in own)) + _ALIGN * (rank != me)
-            for rank, own in enumerate(self._from)
-        ]
-        self._back_from = [
-            _padded(sum(e.length(me) * e.itemsize for e in to)) + _ALIGN * (rank != me)
-            for rank, to in enumerate(self._to)
-        ]
+        # Bytes to and from each rank, with values and gradients on the way to the owners, and values and a mark on the way back.
+        held_here = [_bytes(to, me) for to in self._to]
+        held_there = [_bytes(own, rank) for rank, own in enumerate(self._from)]
+        self._sizes_to, self._sizes_from = ([_padded(2 * n) for n in sizes] for sizes in (held_here, held_there))
+        self._back_to, self._back_from = (
+            [_padded(n) + _ALIGN * (rank != me) for rank, n in enumerate(sizes)] for sizes in (held_there, held_here)
+        )
         self.fulls: list[FullParam] = []
         self._coming: Exchange | None = None
         self._returning: Exchange | None = None
@@ -291,6 +286,11 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     if pairs:
         shards, values = zip(*pairs, strict=True)
         torch._foreach_copy_(shards, values)
+
+
+def _bytes(entries: Iterable[Entry], rank: int) -> int:
+    """Return the bytes of the parameters' values that `rank` holds."""
+    return sum(e.length(rank) * e.itemsize for e in entries)
 
 
 def _padded(size: int) -> int:

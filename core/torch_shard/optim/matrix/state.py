@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...comm.collective_steps import broadcast
 from ...comm.consensus import agree
 from ...errors import ShardError
 from ...layout.dtensor_placement import is_dtensor, local_of
@@ -27,7 +28,6 @@ from ..registry import has_linear_work, kind_of, kind_of_step
 
 __all__ = [
     "Sent",
-    "broadcast_object",
     "collect",
     "copied",
     "descriptions",
@@ -302,7 +302,7 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
     agree(runtime, what, None, error)
     found: dict[int, tuple[int, Any]] = {}
     for rank in sorted(set(source.values())):
-        described: dict[int, Any] = broadcast_object(runtime, mine, rank, what)
+        described: dict[int, Any] = broadcast(runtime, mine, what, rank)
         found.update((number, (rank, description)) for number, description in described.items())
     return found
 
@@ -323,7 +323,7 @@ def sent(
     for place in places:
         memory = torch.empty(place.nbytes, dtype=torch.uint8, device=c.device)
         if tensors is not None:
-            dense = _dense(next(tensors))
+            dense = next(tensors).detach().clone()  # without gaps, as the description says
             memory.copy_(dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).view(torch.uint8))
         if place.nbytes:
             c.broadcast(memory, source, what)
@@ -331,26 +331,6 @@ def sent(
             found.append(memory.cpu().view(place.dtype).as_strided(place.shape, place.stride))
     values = iter(found)
     return mapped(description, lambda _: next(values)) if wanted else None
-
-
-def broadcast_object(runtime: Runtime, value: Any, source: int, what: str) -> Any:
-    """Return the object of rank `source`. Unpickling it is safe, because it comes from a rank of the same program. Collective."""
-    c = runtime.collectives
-    if c.world == 1 or c.backend == "fake":
-        return value
-    raw = bytearray(pickle.dumps(value)) if c.world_rank == source else bytearray(8)
-    size = torch.tensor([len(raw)], dtype=torch.int64, device="cpu")
-    c.broadcast_message(size, source, what)
-    data = torch.frombuffer(raw, dtype=torch.uint8) if c.world_rank == source else torch.empty(0)
-    if c.world_rank != source:
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-    c.broadcast_message(data, source, what)
-    return value if c.world_rank == source else pickle.loads(data.numpy().tobytes())
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in memory without gaps, of the tensor's own strides where those have none."""
-    return tensor.detach().clone()
 
 
 # -- values that hold tensors -----------------------------------------------------------------------------------------
@@ -399,4 +379,4 @@ def copied(value: Any, device: str | None = None) -> Any:
 
 
 def _described(value: Any) -> Any:
-    return mapped(value, lambda t: Sent(_dense(t)))
+    return mapped(value, lambda t: Sent(torch.empty_like(t, device="meta")))
