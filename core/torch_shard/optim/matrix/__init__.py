@@ -1,1 +1,1 @@
-"""Optimizers of whole matrices step on each matrix at the rank that owns it."""
+"""The steps of optimizers that need full matrices, at the ranks that own them."""
