@@ -206,10 +206,10 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     """
     what = "engine.load_state_dict"
     error: Exception | None = None
+    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
     try:
         refuse_inside(runtime, what)
         missing, unexpected, problems = rehearse(model, state_dict)
-        specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
         for key, value in state_dict.items():
             if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
                 problems += misplaced(value, specs[key].part, key)
@@ -220,7 +220,6 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
     agree(runtime, what, kinds, error)
     given = dict(state_dict)
-    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
     for key, value in given.items():
         if isinstance(value, ShardTensor) and not _fits(specs, value):
             given[key] = value.full_tensor()  # from another engine, or for another number of ranks
@@ -319,28 +318,22 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
                 if not isinstance(hook, NoteLoad):  # nothing is loaded
                     hook(module, keys)
 
-    kept: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-    try:
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # "copying to a meta parameter is a no-op": on purpose
         for module in model.modules():
-            kept.append((module, dict(module._parameters), dict(module._buffers), dict(module.__dict__)))
             for slots in (module._parameters, module._buffers):
-                for name, value in slots.items():
-                    if value is not None:
-                        slots[name] = _on_meta(value)  # type: ignore[assignment]
+                stack.callback(_put_back, slots, dict(slots))
+                slots.update({name: _on_meta(value) for name, value in slots.items() if value is not None})  # type: ignore[misc]
             if type(module).set_extra_state is not nn.Module.set_extra_state:
+                stack.callback(_put_back, module.__dict__, dict(module.__dict__))
                 module.__dict__["set_extra_state"] = lambda state: None
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # "copying to a meta parameter is a no-op": on purpose
-            visit(model, trial, "")
-    finally:
-        for module, parameters, buffers, attributes in kept:
-            for slots, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                slots.clear()
-                slots.update(before)
-            module.__dict__.pop("set_extra_state", None)
-            if "set_extra_state" in attributes:
-                module.__dict__["set_extra_state"] = attributes["set_extra_state"]
+        visit(model, trial, "")
     return list(dict.fromkeys(missing)), list(dict.fromkeys(unexpected)), problems
+
+
+def _put_back(values: dict[str, Any], before: dict[str, Any]) -> None:
+    values.clear()
+    values.update(before)
 
 
 def _on_meta(value: torch.Tensor) -> torch.Tensor:

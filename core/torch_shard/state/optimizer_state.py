@@ -58,15 +58,6 @@ def names_of(
     return names
 
 
-def _slot(runtime: Runtime, param: torch.Tensor) -> tuple[FlatBuffer, int] | None:
-    if isinstance(param, ShardTensor):
-        for unit in runtime.units:
-            for flat in unit.flats:
-                if flat.layout is param._spec.layout:
-                    return flat, param._spec.index
-    return None
-
-
 def optim_state_dict(
     runtime: Runtime,
     optimizer: torch.optim.Optimizer,
@@ -131,22 +122,35 @@ OTHER = "other_state"  # entry of our dicts: keys in "state" that are no paramet
 
 
 @dataclass(frozen=True)
+class Together:
+    """One kind of state of the parameters of a flat buffer, which is gathered together.
+
+    Attributes:
+        flat: the buffer.
+        kind: of the state, such as ``"exp_avg"``.
+        shards: this rank's, by the buffer's parameters; None for a parameter without such state.
+        numbers: of these parameters in the optimizer; -1 where the shard is None.
+    """
+
+    flat: FlatBuffer
+    kind: Any
+    shards: list[torch.Tensor | None]
+    numbers: list[int]
+
+
+@dataclass(frozen=True)
 class ShardedEntries:
     """An optimizer's sharded state, in the order in which all ranks gather it.
 
     Attributes:
-        jobs: what is gathered together: a flat, one kind of state, and this rank's slices by the flat's parameters.
-        rest: number, kind and value of what is cut in another way than its parameter, or by tensor parallelism, too; and of
-            DTensors, from steps before sharding.
-        nested: number, kind and value of containers with such tensors.
-        numbers: of the parameters of each flat in ``jobs``, by the flat's id and in its order.
+        together: state that is cut as its parameters are.
+        alone: number, kind and value of everything else that holds ShardTensors or DTensors: what is cut in another way, or by
+            tensor parallelism, too; DTensors from steps before sharding; lists and dicts of such tensors.
         key: equal on ranks that gather the same.
     """
 
-    jobs: tuple[tuple[FlatBuffer, str, tuple[torch.Tensor | None, ...]], ...]
-    rest: tuple[tuple[int, str, Any], ...]
-    nested: tuple[tuple[int, str, Any], ...]
-    numbers: dict[int, list[int]]
+    together: list[Together]
+    alone: list[tuple[int, Any, Any]]
     key: object
 
 
@@ -158,37 +162,32 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
         params: the optimizer's, as torch counts them.
         state: by number, as ``optimizer.state_dict()["state"]``.
     """
-    jobs: dict[tuple[int, str, str], dict[int, torch.Tensor]] = {}
-    flats = {id(flat): flat for unit in runtime.units for flat in unit.flats}
-    rest: list[tuple[int, str, Any]] = []
-    nested: list[tuple[int, str, Any]] = []
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    places = {id(flat.layout): place for place, flat in enumerate(flats) if not flat.split}
+    together: dict[tuple[int, str, str], Together] = {}
+    alone: list[tuple[int, Any, Any]] = []
     for number, entries in state.items():
-        if not is_number(number, params):
-            continue
-        for key, value in entries.items():
-            if isinstance(value, ShardTensor):
-                slot = _slot(runtime, params[number])
-                if slot is not None and not slot[0].split and same_cut(value._spec, params[number]._spec):
-                    jobs.setdefault((id(slot[0]), str(key), str(value.dtype)), {})[slot[1]] = value._local
-                else:
-                    rest.append((number, key, value))
-            elif is_dtensor(value):
-                rest.append((number, key, value))
-            elif any(
-                isinstance(tensor, ShardTensor) or is_dtensor(tensor) for tensor in matrix_state.tensors_of(value)
+        param = params[number] if is_number(number, params) else None
+        spec = param._spec if isinstance(param, ShardTensor) else None
+        place = None if spec is None else places.get(id(spec.layout))
+        for kind, value in entries.items() if param is not None else ():
+            if (
+                isinstance(value, ShardTensor)
+                and spec is not None
+                and place is not None
+                and same_cut(value._spec, spec)
             ):
-                nested.append((number, key, value))
-    order = {id(flat): n for n, flat in enumerate(flats.values())}
-    number_of = {id(p): number for number, p in enumerate(params)}
-    chosen = sorted(jobs, key=lambda j: (order[j[0]], j[1], j[2]))
-    return ShardedEntries(
-        tuple((flats[j[0]], j[1], tuple(jobs[j].get(i) for i in range(len(flats[j[0]].params)))) for j in chosen),
-        tuple(rest),
-        tuple(nested),
-        {j[0]: [number_of.get(id(p), -1) for p in flats[j[0]].params] for j in chosen},
-        [(order[j[0]], j[1], j[2], sorted(jobs[j])) for j in chosen]
-        + [(n, k, str(v.placements) if is_dtensor(v) else "") for n, k, v in (*rest, *nested)],
-    )
+                key = place, str(kind), str(value.dtype)
+                if key not in together:
+                    count = len(flats[place].params)
+                    together[key] = Together(flats[place], kind, [None] * count, [-1] * count)
+                together[key].shards[spec.index], together[key].numbers[spec.index] = value._local, number
+            elif any(isinstance(t, ShardTensor) or is_dtensor(t) for t in matrix_state.tensors_of(value)):
+                alone.append((number, kind, value))
+    chosen = sorted(together)
+    same: list[Any] = [(*key, [number >= 0 for number in together[key].numbers]) for key in chosen]
+    same += [(number, kind, str(v.placements) if is_dtensor(v) else "") for number, kind, v in alone]
+    return ShardedEntries([together[key] for key in chosen], alone, same)
 
 
 def full_values(
@@ -212,11 +211,10 @@ def full_values(
         what: for messages.
         memory: as for :func:`.model_state.full_values`.
     """
-    for flat, kind, shards in cut.jobs:
-        full = full_tensors_from(flat, shards, what, memory)
-        numbers = cut.numbers[id(flat)]
-        yield [(numbers[i], kind, value) for i, value in enumerate(full) if value is not None]
-    for number, kind, value in (*cut.rest, *cut.nested):
+    for group in cut.together:
+        full = full_tensors_from(group.flat, group.shards, what, memory)
+        yield [(n, group.kind, value) for n, value in zip(group.numbers, full, strict=True) if value is not None]
+    for number, kind, value in cut.alone:
         yield [(number, kind, matrix_state.mapped(value, _full))]
     for number, (source, description) in elsewhere.items():
         entries = matrix_state.sent(runtime, state, number, source, description, wanted, what)

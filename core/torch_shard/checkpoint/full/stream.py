@@ -112,11 +112,12 @@ class OptimizerStream:
         given = self.taken["state"]
         self._elsewhere = matrix_state.descriptions(self.runtime, given, len(self.params), what)
         state = {number: dict(own) if isinstance(own, dict) else own for number, own in given.items()}
-        for flat, kind, shards in self._cut.jobs:
-            for number, slot, own in zip(self._cut.numbers[id(flat)], flat.layout.slots, shards, strict=True):
+        for group in self._cut.together:
+            for number, slot, own in zip(group.numbers, group.flat.layout.slots, group.shards, strict=True):
                 if own is not None:
-                    state[number][kind] = self._slotted(number, kind, own.new_empty(slot.shape, device="meta"))
-        for number, kind, value in (*self._cut.rest, *self._cut.nested):
+                    full = own.new_empty(slot.shape, device="meta")
+                    state[number][group.kind] = self._slotted(number, group.kind, full)
+        for number, kind, value in self._cut.alone:
             state[number][kind] = self._slotted(number, kind, value)
         for number, (_, description) in self._elsewhere.items():
             state[number] = self._slotted(number, None, description)
@@ -136,8 +137,9 @@ class OptimizerStream:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the largest buffer that is gathered."""
-        dtypes = [(flat, next(own.dtype for own in shards if own is not None)) for flat, _, shards in self._cut.jobs]
-        return max((flat.layout.numel * dtype.itemsize for flat, dtype in dtypes), default=0)
+        sizes = [max(own.dtype.itemsize for own in g.shards if own is not None) for g in self._cut.together]
+        numels = [group.flat.layout.numel for group in self._cut.together]
+        return max((numel * size for numel, size in zip(numels, sizes, strict=True)), default=0)
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
         """Gather and hand on what is sharded, or another rank has alone. Collective; `memory` as for the model."""

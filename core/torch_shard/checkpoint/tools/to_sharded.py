@@ -48,7 +48,7 @@ def write_sharded(
     saving = Saving.begin(target, nonce)
     try:
         planner = _Planner(progress)
-        planner.set_up_planner(_Contents(planner).of(parts), is_coordinator=True)
+        planner.set_up_planner(planner.contents(parts), is_coordinator=True)
         (plan,), metadata = decide(planner, [planner.create_local_plan()])
         plan = planner.finish_plan(plan)
         planner.check(plan)
@@ -95,14 +95,8 @@ class _Planner(SavePlanner):
         # Places in the other checkpoint say which tensors are tied.
         return Deferred(stored.place, read)
 
-
-class _Contents:
-    """A checkpoint's contents in the form of :mod:`..sharded.entries`, proxies for tensors."""
-
-    def __init__(self, planner: _Planner) -> None:
-        self.planner = planner
-
-    def of(self, parts: Parts) -> dict[str, Any]:
+    # -- a checkpoint's contents in the form of :mod:`..sharded.entries`, with proxies for tensors --------------------
+    def contents(self, parts: Parts) -> dict[str, Any]:
         found: dict[str, Any] = {MODEL: self.fill(parts.model)} if parts.model else {}
         if parts.models:
             found[MODELS] = {name: self.fill(model) for name, model in parts.models.items()}
@@ -134,7 +128,7 @@ class _Contents:
 
     def fill(self, tree: Any) -> Any:
         if isinstance(tree, Stored):
-            return self.planner.proxy(tree)
+            return self.proxy(tree)
         if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
             return {key: self.fill(value) for key, value in tree.items()}
         if isinstance(tree, list):
