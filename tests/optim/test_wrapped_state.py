@@ -174,7 +174,7 @@ def test_the_closed_engine_leaves_it_to_the_plain_model(rank, world_size):
 def test_one_file_of_such_state_is_refused_on_all_ranks(rank, world_size, tmp_path):
     pair = pair_of(rank, world_size)
     advance(pair, range(1))
-    with pytest.raises((CheckpointError, ShardError), match=r"(?s)Coded.*engine\.save"):
+    with pytest.raises(CheckpointError, match=r"optimizer can't be saved"):
         pair.engine.save_full(tmp_path / "one.pt", pair.optimizer)
     advance(pair, range(1, 2))
 

@@ -13,7 +13,7 @@ from ..comm.consensus import agree
 from ..errors import StateDictError
 from ..layout.dtensor_placement import is_dtensor, local_of
 from ..log import logger
-from ..optim.engines_of_optimizer import params_of, runtime_of
+from ..optim.engines_of_optimizer import params_of
 from ..optim.matrix import state as matrix_state
 from ..optim.registry import COUNTERS
 from ..runtime.runtime import Runtime
@@ -44,16 +44,11 @@ def names_of(
                 names[id(p)] = given[i]
             if id(p) not in names and others:
                 names[id(p)] = f"{number}.{i} (not the model's)"
-            if id(p) not in names and runtime_of(p) not in (None, runtime):
-                raise StateDictError(
-                    f"rank {runtime.collectives.world_rank}: the optimizer holds {p._spec.name} of another sharded model, and "
-                    "names of two models may be the same; save and load it with both: "
-                    "engine.save(path, optimizer, models={'other': other_engine}), and engine.load likewise."
-                )
             if id(p) not in names:
                 raise StateDictError(
                     f"rank {runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of shape "
-                    f"{tuple(p.shape)}, is not a parameter of this model; save that optimizer by itself."
+                    f"{tuple(p.shape)}, is not a parameter of this model. Save that optimizer by itself, or, if it holds "
+                    "parameters of another sharded model, too, with both: engine.save(..., models={'other': other_engine})."
                 )
     return names
 

@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import CheckpointError
 from ...optim.engines_of_optimizer import params_of
 from ...optim.matrix import state as matrix_state
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
-from ...shard_tensor.wrapper_subclasses import is_wrapper
 from ...state import model_state, optimizer_state
 from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
@@ -95,13 +93,11 @@ class OptimizerStream:
 
         Raises:
             StateDictError: it holds a parameter that is not this model's.
-            CheckpointError: its state has tensors that consist of others.
         """
         self.runtime = runtime
         optimizer_state.names_of(runtime, optimizer, model)
         self.params = params_of(optimizer)
         self.taken = optimizer.state_dict()
-        _refuse_wrappers(runtime, optimizer, self.taken["state"])
         self._cut = optimizer_state.sharded_entries(runtime, self.params, self.taken["state"])
         self.key = (len(self.params), self._cut.key)
         self.structure: dict[str, Any] = {}
@@ -151,19 +147,3 @@ class OptimizerStream:
     def _pairs(self, gathered: list[tuple[int, Any, Any]]) -> Iterable[tuple[Slot, torch.Tensor]]:
         for number, kind, value in gathered:
             yield from zip(self._slots[number, kind], matrix_state.tensors_of(value), strict=True)
-
-
-def _refuse_wrappers(runtime: Runtime, optimizer: Any, state: Any) -> None:
-    """Raise where a value of the state can't be streamed, because it has no memory of its own. Not collective.
-
-    Raises:
-        CheckpointError: names the class, and the remedy.
-    """
-    for number, entries in state.items():
-        for key, value in entries.items() if isinstance(entries, dict) else ():
-            if is_wrapper(value):
-                raise CheckpointError(
-                    f"rank {runtime.collectives.world_rank}: {key} of parameter {number} in {type(optimizer).__name__}'s state "
-                    f"is a {type(value).__name__}, which is made of several tensors; one file can't be written of such state "
-                    "piece by piece. Write a folder, engine.save, or gather it: engine.optim_state_dict."
-                )
