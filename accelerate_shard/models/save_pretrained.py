@@ -119,15 +119,15 @@ def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[s
             return None
         raise StateDictError(f"rank {rank}: {call.what}: state_dict is empty, so that no model would be written.")
     shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
-    misfits = [
+    mismatches = [
         f"{name} is {tuple(value.shape)}, and the parameter {tuple(shapes[name])}"
         for name, value in given.items()
         if name in shapes and isinstance(value, torch.Tensor) and value.shape != shapes[name]
     ]
-    if misfits:
+    if mismatches:
         raise StateDictError(
             f"rank {rank}: {call.what}: state_dict does not hold the full parameters; pass accelerator.get_state_dict(model), "
-            "called on all ranks.\n  " + "\n  ".join(misfits)
+            "called on all ranks.\n  " + "\n  ".join(mismatches)
         )
     return call.write(module, dict(given))
 

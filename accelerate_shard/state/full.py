@@ -28,7 +28,7 @@ from torch_shard.frontend.checkpoint import (
     by_name,
     load_optimizer_by_name,
     make_durable,
-    misfits_by_name,
+    mismatches_by_name,
     open_full,
     param_names,
     parameters_loaded,
@@ -270,7 +270,7 @@ class FullOptimizer:
             if here != there:
                 raise StateDictError(f"{what} Its groups have {there} parameters, and here {here}.")
             return
-        missing, unexpected, problems = misfits_by_name(self._engine, self.optimizer, self._names, self._given)
+        missing, unexpected, problems = mismatches_by_name(self._engine, self.optimizer, self._names, self._given)
         lines = [f"missing: {', '.join(missing)}"] if missing else []
         lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
         if lines or problems:

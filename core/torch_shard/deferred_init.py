@@ -37,7 +37,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
         UnavailableError: the files are safetensors, and the library is not installed.
     """
     from .checkpoint.full.load import named_values
-    from .checkpoint.misfits import refuse_misfits
+    from .checkpoint.mismatches import refuse_mismatches
 
     params = dict(model.named_parameters(remove_duplicate=False))
     real = next((name for name, p in params.items() if p.device.type != "meta"), None)
@@ -47,7 +47,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     file, values = named_values(path, live)
     missing, unexpected = live.keys() - values.keys(), values.keys() - live.keys()
     problems = [text for name in live.keys() & values.keys() for text in _problem(name, values[name], live[name])]
-    refuse_misfits(file.path, sorted(missing), sorted(unexpected), sorted(problems))
+    refuse_mismatches(file.path, sorted(missing), sorted(unexpected), sorted(problems))
     marks = {place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.marks().items()}
     buffers = {id(b) for b in model.buffers()}
     for name, tensor in live.items():

@@ -269,7 +269,7 @@ def _shards_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
     params = params_of(optim)
 
     def keep(number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: optimizer_state.own_part(params[number], key, value) for key, value in entries.items()}
+        return {key: optimizer_state.own_shard(params[number], key, value) for key, value in entries.items()}
 
     return keep
 

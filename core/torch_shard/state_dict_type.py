@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
 from .engine import Engine, engine_of
 from .errors import ConfigError
 from .shard_tensor.tensor import ShardTensor
-from .state.model_state import make_whole
+from .state.model_state import make_full
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -164,7 +164,7 @@ def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
     config: Any = settings.state_dict_config
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         rank0_only, offload = config.rank0_only, config.offload_to_cpu
-        make_whole(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
+        make_full(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
         return
     for key, value in found.items():
         if isinstance(value, ShardTensor):

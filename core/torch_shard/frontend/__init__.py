@@ -192,8 +192,8 @@ def full_state_dict(engine: Engine, module: Any, rank0_only: bool) -> dict[str, 
 def make_full(
     engine: Engine, found: dict[str, Any], rank0_only: bool, what: str, error: Exception | None = None
 ) -> None:
-    """Put full tensors, on the CPU, in the place of shards in a state dict. Collective; see ``full_state.make_whole``."""
-    full_state.make_whole(engine._runtime, found, rank0_only, True, what, error)
+    """Put full tensors, on the CPU, in the place of shards in a state dict. Collective; see ``full_state.make_full``."""
+    full_state.make_full(engine._runtime, found, rank0_only, True, what, error)
 
 
 def shard_like(full: Any, like: ShardTensor) -> ShardTensor:

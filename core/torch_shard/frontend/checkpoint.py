@@ -60,7 +60,7 @@ __all__ = [
     "load_optimizer_by_name",
     "make_durable",
     "mapped",
-    "misfits_by_name",
+    "mismatches_by_name",
     "named_parameters_of",
     "open_full",
     "optimizer_state",
@@ -126,11 +126,11 @@ def parameters_loaded(engine: Engine) -> None:
     engine._runtime.forget_residuals()
 
 
-def misfits_by_name(
+def mismatches_by_name(
     engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]
 ) -> tuple[list[str], list[str], list[str]]:
     """Return what of full state by name does not fit the optimizer: missing, unexpected, and other problems. Not collective."""
-    return named_state.misfits(engine._runtime, optimizer, names, given)
+    return named_state.mismatches(engine._runtime, optimizer, names, given)
 
 
 def load_optimizer_by_name(engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A model's state dict in plain torch form: whole tensors by name, gathered unit by unit, loaded all or nothing."""
+"""A model's full state dict, in plain torch's form: full tensors by name, gathered unit by unit, and loaded all or nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_flat
 from ..utils.tensor_memory import memory_key
 
-# -- the model --------------------------------------------------------------------------------------------------------
-
 
 def state_dict(
     model: nn.Module, runtime: Runtime, rank0_only: bool = True, offload_to_cpu: bool = True
@@ -34,13 +32,13 @@ def state_dict(
 
     Args:
         model: the sharded model.
-        runtime: its runtime.
-        rank0_only: the other ranks return an empty dict.
-        offload_to_cpu: put all tensors on the CPU.
+        runtime: the model's runtime.
+        rank0_only: ranks other than 0 return an empty dict.
+        offload_to_cpu: all tensors are put on the CPU.
 
     Returns:
-        The module's own state dict (its hooks, extra state and metadata included) with whole plain tensors in new
-        memory. Names of one tied parameter share one tensor.
+        The module's own state dict, with what its hooks do, extra state and metadata. Tensors are full and plain, in new
+        memory, and the names of tied weights share one tensor.
     """
     what = "engine.state_dict"
     error: Exception | None = None
@@ -49,7 +47,7 @@ def state_dict(
         found = own_state_dict(model, runtime)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    make_whole(runtime, found, rank0_only, offload_to_cpu, what, error)
+    make_full(runtime, found, rank0_only, offload_to_cpu, what, error)
     return found
 
 
@@ -63,7 +61,7 @@ def own_state_dict(model: nn.Module, runtime: Runtime) -> dict[str, Any]:
     return found
 
 
-def make_whole(
+def make_full(
     runtime: Runtime,
     found: dict[str, Any],
     rank0_only: bool,
@@ -72,16 +70,16 @@ def make_whole(
     error: Exception | None = None,
     prefix: str = "",
 ) -> None:
-    """Put whole copies in place of ShardTensors and references, in a state dict. Collective.
+    """Replace the tensors of a state dict by full copies. Collective.
 
     Args:
-        runtime: of the sharded model.
-        found: changed; on ranks that shall have nothing it is empty afterwards, but for other modules' entries.
-        rank0_only: the other ranks shall have nothing.
-        offload_to_cpu: put all tensors on the CPU.
-        what: for messages.
-        error: why this rank cannot go on.
-        prefix: of the sharded module's names in the state dict.
+        runtime: the sharded model's runtime.
+        found: the state dict, which is changed. With `rank0_only` other ranks are left with other modules' entries alone.
+        rank0_only: only rank 0 gets values.
+        offload_to_cpu: all tensors are put on the CPU.
+        what: the operation, for messages.
+        error: the reason why this rank cannot go on, if there is one.
+        prefix: the prefix of the sharded module's names in the state dict.
     """
     try:
         refuse_inside(runtime, what)
@@ -102,10 +100,10 @@ class Entry:
     """A tensor of a state dict.
 
     Attributes:
-        names: of the tensor; tied weights have several.
+        names: the tensor's names; tied weights have several.
         value: the tensor.
-        flat: the flat buffer with which it is gathered; None for a value that is not a parameter's, or that tensor parallelism
-            cuts, too.
+        flat: the flat buffer with which the tensor is gathered; None if it is not a sharded parameter, or if tensor parallelism
+            splits it, too.
     """
 
     names: list[str]
@@ -145,14 +143,14 @@ def _memory(tensor: torch.Tensor) -> Any:
 def full_values(
     runtime: Runtime, entries: Sequence[Entry], what: str, memory: torch.Tensor | None = None
 ) -> Iterator[list[tuple[Entry, torch.Tensor]]]:
-    """Yield entries with their full values, a flat buffer's at a time. Collective.
+    """Yield entries with their full values, those of one flat buffer together. Collective.
 
     Args:
-        runtime: of the sharded model.
-        entries: those of :func:`entries_of`.
-        what: for messages.
-        memory: uint8, on the engine's device, in which values are gathered one after the other, so that they last until the
-            next are asked for; None for new memory.
+        runtime: the sharded model's runtime.
+        entries: the result of :func:`entries_of`.
+        what: the operation, for messages.
+        memory: uint8, on the engine's device. All values are gathered in it, so that they last until the next ones are asked
+            for. None for new memory.
     """
     for flat, group in itertools.groupby(entries, lambda entry: entry.flat):
         if flat is not None:
@@ -167,6 +165,7 @@ def full_values(
 
 
 def refuse_inside(runtime: Runtime, what: str) -> None:
+    """Raise a UnitStateError inside a forward or ``engine.gathered()``. Not collective."""
     runtime.forwards.leave_interrupted()
     runtime.on_demand.check_copies()
     for unit in runtime.units:
@@ -178,6 +177,7 @@ def refuse_inside(runtime: Runtime, what: str) -> None:
 
 
 def is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
+    """Return True if a tensor that is sharded like a parameter of `flat` has this parameter's memory."""
     own = flat.params[value._spec.index]._local
     return (
         value._local.data_ptr() == own.data_ptr()
@@ -188,33 +188,34 @@ def is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
 
 
 def copied(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
+    """Return a copy of a tensor with its strides, on its device or the CPU."""
     with torch.no_grad():
         tensor = tensor.detach()
         return tensor.to("cpu", copy=True) if to_cpu else tensor.clone()
 
 
 def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-    """Load whole plain tensors (or ShardTensors of this model) by name. Collective.
+    """Load full plain tensors, or ShardTensors, by name. Collective.
 
-    Every module's own loading (renaming hooks, versions, extra state) is first run without effect, on all ranks.
+    All ranks first run every module's own loading (renaming hooks, versions, extra state) without effect.
 
     Returns:
         torch's named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        StateDictError: on all ranks, with all missing, unexpected and wrongly shaped entries; nothing has been loaded.
+        StateDictError: raised on all ranks, with all missing, unexpected and wrongly shaped entries. Nothing has been loaded.
     """
     what = "engine.load_state_dict"
     error: Exception | None = None
     specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
     try:
         refuse_inside(runtime, what)
-        missing, unexpected, problems = rehearse(model, state_dict)
+        missing, unexpected, problems = load_on_meta(model, state_dict)
         for key, value in state_dict.items():
             if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
                 problems += misplaced(value, specs[key].part, key)
         hint = " Pass strict=False to accept missing and unexpected entries."
-        error = describe(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
+        error = mismatch_error(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
@@ -223,10 +224,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     for key, value in given.items():
         if isinstance(value, ShardTensor) and not _fits(specs, value):
             given[key] = value.full_tensor()  # from another engine, or for another number of ranks
-    metadata = getattr(state_dict, "_metadata", None)
-    plain = WithMetadata(given)
-    if metadata is not None:
-        plain._metadata = metadata
+    plain = with_metadata(given, state_dict)
     error = None
     result = None
     try:
@@ -245,8 +243,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
 
 
 def misplaced(value: Any, part: TensorPart | None, name: str) -> list[str]:
-    """Return what is wrong with a DTensor that is not distributed as a parameter with this `part` is; nothing with any other
-    value."""
+    """Return the problems of a DTensor that is not distributed like a parameter with this `part`; none for any other value."""
     try:
         if is_dtensor(value):
             part_given(value, part, name)
@@ -261,22 +258,31 @@ class WithMetadata(dict):  # type: ignore[type-arg]
     _metadata: Any
 
 
+def with_metadata(values: Mapping[str, Any], like: Any) -> WithMetadata:
+    """Return a state dict of these values, with the ``_metadata`` of `like` if that has any."""
+    result = WithMetadata(values)
+    if getattr(like, "_metadata", None) is not None:
+        result._metadata = like._metadata
+    return result
+
+
 def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
+    """Return True if a ShardTensor is sharded like the parameter of its name."""
     own = specs.get(value._spec.name)
     return own is not None and same_cut(value._spec, own)
 
 
-def misfit_lines(missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> list[str]:
-    """Return what does not fit as the lines of an error."""
+def mismatch_lines(missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> list[str]:
+    """Return the lines of an error that lists mismatches."""
     named = (("missing", missing), ("unexpected", unexpected))
     return [*(f"{what}: {', '.join(names)}" for what, names in named if names), *problems]
 
 
-def describe(
+def mismatch_error(
     runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str], hint: str = ""
 ) -> StateDictError | None:
-    """Return the error for what of a state dict does not fit, with a hint for missing and unexpected names; None for nothing."""
-    lines = misfit_lines(missing, unexpected, problems)
+    """Return the error that lists a state dict's mismatches, with `hint` for names; None if there are no mismatches."""
+    lines = mismatch_lines(missing, unexpected, problems)
     if not lines:
         return None
     hint = hint if missing or unexpected else ""
@@ -286,16 +292,16 @@ def describe(
     )
 
 
-def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """Run the modules' loading on meta tensors, where copying has no effect: missing, unexpected, errors."""
+def load_on_meta(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
+    """Run the modules' own loading on meta tensors, where copying has no effect. Not collective.
+
+    Returns:
+        The missing names, the unexpected names, and the other problems.
+    """
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
-    trial = WithMetadata(
-        {k: _on_meta(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
-    )
+    trial = {k: _on_meta(v).data if isinstance(v, ShardTensor) or is_dtensor(v) else v for k, v in given.items()}
     metadata = getattr(given, "_metadata", None)
-    if metadata is not None:
-        trial._metadata = metadata
     missing: list[str] = []
     unexpected: list[str] = []
     problems: list[str] = []
@@ -312,14 +318,14 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
             if child is not None:
                 visit(child, below.get(name, {}), f"{prefix}{name}.")
         if missing or unexpected:
-            # Such hooks may forgive a missing key; they need not run where there is none.
+            # Such hooks may forgive a missing key; without one they need not run.
             keys = nn.modules.module._IncompatibleKeys(missing, unexpected)
             for hook in module._load_state_dict_post_hooks.values():
                 if not isinstance(hook, NoteLoad):  # nothing is loaded
                     hook(module, keys)
 
     with contextlib.ExitStack() as stack, warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # "copying to a meta parameter is a no-op": on purpose
+        warnings.simplefilter("ignore")  # torch warns that copying to a meta parameter does nothing
         for module in model.modules():
             for slots in (module._parameters, module._buffers):
                 stack.callback(_put_back, slots, dict(slots))
@@ -327,7 +333,7 @@ def rehearse(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], lis
             if type(module).set_extra_state is not nn.Module.set_extra_state:
                 stack.callback(_put_back, module.__dict__, dict(module.__dict__))
                 module.__dict__["set_extra_state"] = lambda state: None
-        visit(model, trial, "")
+        visit(model, with_metadata(trial, given), "")
     return list(dict.fromkeys(missing)), list(dict.fromkeys(unexpected)), problems
 
 

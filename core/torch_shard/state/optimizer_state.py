@@ -1,8 +1,9 @@
-"""Optimizer state by the parameters' names: whole tensors, gathered unit by unit, loaded all or nothing."""
+"""Full optimizer state by the parameters' names: gathered unit by unit, and loaded all or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +23,18 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
 from ..utils.patterns import without_wrappers
-from .model_state import describe, misplaced
+from .model_state import mismatch_error, misplaced
 
 
 def names_of(
     runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None, others: bool = False
 ) -> dict[int, str]:
-    """Return the name of each of the optimizer's parameters, by id; with `others` a number for those that are not the model's.
+    """Return the name of each of the optimizer's parameters, by the parameter's id. Not collective.
+
+    With `others`, parameters that are not the model's get their position for a name.
 
     Raises:
-        StateDictError: it holds some that are not the model's.
+        StateDictError: without `others`, the optimizer holds parameters that are not the model's.
     """
     names = {id(p): without_wrappers(n) for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
     if model is not None:
@@ -64,16 +67,17 @@ def optim_state_dict(
     """Return full optimizer state by parameter name, on the CPU. Collective.
 
     Args:
-        runtime: of the engine.
-        optimizer: any that holds parameters of the model.
-        rank0_only: the other ranks return an empty dict.
-        model: finds the names of ignored parameters.
-        given: state by number, in place of the optimizer's own.
-        own: the optimizer may hold parameters that are not the model's, whose state is left out.
+        runtime: the engine's runtime.
+        optimizer: an optimizer that holds parameters of the model.
+        rank0_only: ranks other than 0 return an empty dict.
+        model: the model, which has the names of ignored parameters.
+        given: state by number, which takes the place of the optimizer's own.
+        own: leave out the state of parameters that are not the model's.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
-        with names in place of numbers. Where the optimizer has state of no parameter, ``"other_state"`` lists its keys.
+        with names in place of numbers. If the optimizer has state that belongs to no parameter, ``"other_state"`` lists the
+        keys of that.
     """
     what = "engine.optim_state_dict"
     error: Exception | None = None
@@ -113,7 +117,8 @@ def optim_state_dict(
     return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
 
 
-OTHER = "other_state"  # entry of our dicts: keys in "state" that are no parameter's
+OTHER = "other_state"
+"""The entry of our dicts that lists the keys in "state" that are no parameter's."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +126,10 @@ class Together:
     """One kind of state of the parameters of a flat buffer, which is gathered together.
 
     Attributes:
-        flat: the buffer.
-        kind: of the state, such as ``"exp_avg"``.
-        shards: this rank's, by the buffer's parameters; None for a parameter without such state.
-        numbers: of these parameters in the optimizer; -1 where the shard is None.
+        flat: the flat buffer.
+        kind: the state's key, such as ``"exp_avg"``.
+        shards: this rank's shards, in the order of the buffer's parameters; None for a parameter without such state.
+        numbers: the numbers of these parameters in the optimizer; -1 for a parameter without such state.
     """
 
     flat: FlatBuffer
@@ -138,10 +143,10 @@ class ShardedEntries:
     """An optimizer's sharded state, in the order in which all ranks gather it.
 
     Attributes:
-        together: state that is cut as its parameters are.
-        alone: number, kind and value of everything else that holds ShardTensors or DTensors: what is cut in another way, or by
-            tensor parallelism, too; DTensors from steps before sharding; lists and dicts of such tensors.
-        key: equal on ranks that gather the same.
+        together: the state that is sharded like its parameters.
+        alone: number, kind and value of all other state that holds ShardTensors or DTensors: what is sharded in another way, or
+            split by tensor parallelism, too; DTensors from steps before sharding; lists and dicts of such tensors.
+        key: an object that is equal on ranks that gather the same.
     """
 
     together: list[Together]
@@ -150,12 +155,12 @@ class ShardedEntries:
 
 
 def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any]) -> ShardedEntries:
-    """Find sharded state. Not collective.
+    """Return the sharded entries of an optimizer's state. Not collective.
 
     Args:
-        runtime: of the engine.
-        params: the optimizer's, as torch counts them.
-        state: by number, as ``optimizer.state_dict()["state"]``.
+        runtime: the engine's runtime.
+        params: the optimizer's parameters, as torch counts them.
+        state: state by number, as ``optimizer.state_dict()["state"]`` is.
     """
     flats = [flat for unit in runtime.units for flat in unit.flats]
     places = {id(flat.layout): place for place, flat in enumerate(flats) if not flat.split}
@@ -194,17 +199,17 @@ def full_values(
     what: str,
     memory: torch.Tensor | None = None,
 ) -> Iterator[list[tuple[int, Any, Any]]]:
-    """Yield number, kind and full value of state that is sharded, or that another rank has alone, piece by piece. Collective.
+    """Yield number, kind and full value of state that is sharded, or that only another rank has, piece by piece. Collective.
 
     Args:
-        runtime: of the engine.
-        cut: what is sharded.
-        elsewhere: what other ranks have alone, as :func:`~..optim.matrix.state.descriptions` finds it. All entries of such a
-            parameter come together, and their kind is None.
-        state: by number.
-        wanted: this rank needs the values that other ranks have alone.
-        what: for messages.
-        memory: as for :func:`.model_state.full_values`.
+        runtime: the engine's runtime.
+        cut: the sharded state.
+        elsewhere: the state that only one rank has, as :func:`~..optim.matrix.state.descriptions` finds it. All entries of such
+            a parameter come together, and their kind is None.
+        state: state by number.
+        wanted: this rank needs the values of `elsewhere`.
+        what: the operation, for messages.
+        memory: memory to gather in, as for :func:`.model_state.full_values`.
     """
     for group in cut.together:
         full = full_tensors_from(group.flat, group.shards, what, memory)
@@ -221,7 +226,7 @@ def _full(tensor: Any) -> Any:
 
 
 def in_order(state: Iterable[Any], numbers: list[Any]) -> list[Any]:
-    """Return the keys of state by number: parameters' in ascending order, and then those of no parameter."""
+    """Return the keys of state by number: first those of parameters, in ascending order, then those of no parameter."""
     keys = list(state)
     return sorted(key for key in keys if is_number(key, numbers)) + [k for k in keys if not is_number(k, numbers)]
 
@@ -234,13 +239,13 @@ def is_number(key: Any, numbers: list[Any]) -> bool:
 def load_optim_state_dict(
     runtime: Runtime, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], model: nn.Module | None = None
 ) -> None:
-    """Load what :func:`optim_state_dict` gave, on any number of ranks. Collective: every rank needs the dict.
+    """Load the result of :func:`optim_state_dict`, from any number of ranks. Collective: every rank needs the dict.
 
     Parameters are matched by name, groups by position; hyperparameters come from the dict. The optimizer's own
     ``load_state_dict`` does the loading, with its hooks.
 
     Raises:
-        StateDictError: on all ranks, with everything that does not fit; nothing has been loaded.
+        StateDictError: raised on all ranks, with all mismatches. Nothing has been loaded.
     """
     what = "engine.load_optim_state_dict"
     given = optim_state_dict_to_load(runtime, optimizer, state_dict, model, what)
@@ -255,24 +260,24 @@ def optim_state_dict_to_load(
     model: nn.Module | None,
     what: str,
 ) -> dict[str, Any]:
-    """Turn state by name into what the optimizer's ``load_state_dict`` takes: by number, with this rank's shards. Collective.
+    """Return state by name as the optimizer's ``load_state_dict`` takes it: by number, with this rank's shards. Collective.
 
     Raises:
-        StateDictError: on all ranks, with everything that does not fit.
+        StateDictError: raised on all ranks, with all mismatches.
     """
     error: Exception | None = None
     names: dict[int, str] = {}
     trained = {id(p) for p in params_of(optimizer) if p.requires_grad}
     try:
         names = names_of(runtime, optimizer, model)
-        error = describe(runtime, what, *misfits(runtime, optimizer, names, state_dict))
+        error = mismatch_error(runtime, what, *mismatches(runtime, optimizer, names, state_dict))
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    # With the empty ones: they decide who owns what.
+    # Empty entries count, since they decide which rank owns what.
     key = sorted((str(name), bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
     agree(runtime, what, key, error)
     elsewhere = matrix_state.elsewhere(runtime, optimizer, names, state_dict["state"])
-    # torch leaves a parameter that was never used out of the state, so this may be meant, and may be a loss.
+    # torch leaves parameters that were never used out of the state, so this may be intended or a loss.
     bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
     if bare:
         logger.warning("%s: no state for %s while others have some: they start anew", what, ", ".join(bare))
@@ -286,40 +291,43 @@ def by_number(
     elsewhere: Mapping[int, bool] | None = None,
     in_place: bool = False,
 ) -> dict[str, Any]:
-    """Return a checked dict in torch's form: numbers for names, in the optimizer's order, with this rank's shards. Not
-    collective.
+    """Return a state dict that fits in torch's form: by number, with this rank's shards. Not collective.
 
     Args:
-        optimizer: whose parameters, groups and state these are.
-        names: by id of the parameters.
-        state_dict: by name.
-        elsewhere: by id of the parameters whose state is whole at one rank, whether that is another one.
-        in_place: copy slices into the optimizer's own state where it has some; the old values are lost.
+        optimizer: the optimizer whose parameters, groups and state these are.
+        names: the parameters' names, by id.
+        state_dict: state by name.
+        elsewhere: by the id of each parameter whose full state is at one rank, True if that is another rank.
+        in_place: copy shards into the optimizer's own state if it has any; its old values are lost.
     """
     elsewhere = elsewhere or {}
     state: dict[Any, Any] = {key: matrix_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        count = len(group["params"])
-        groups.append({**saved, "params": list(range(number, number + count))})
-        for p in group["params"]:
-            entries = state_dict["state"].get(names[id(p)])
-            if entries and id(p) in elsewhere:
-                if not elsewhere[id(p)]:
-                    state[number] = matrix_state.copied(matrix_state.local(entries))  # torch may keep what it is given
-            elif entries:
-                own = optimizer.state.get(p, {}) if in_place else {}
-                state[number] = {key: own_part(p, key, value, own.get(key)) for key, value in entries.items()}
-            number += 1
-        if "param_names" in saved:
+    for number, p in enumerate(params_of(optimizer)):
+        entries = state_dict["state"].get(names[id(p)])
+        if entries and id(p) in elsewhere:
+            if not elsewhere[id(p)]:
+                state[number] = matrix_state.copied(matrix_state.local(entries))  # torch may keep what it is given
+        elif entries:
+            own = optimizer.state.get(p, {}) if in_place else {}
+            state[number] = {key: own_shard(p, key, value, own.get(key)) for key, value in entries.items()}
+    return {"state": state, "param_groups": groups_by_number(optimizer, names, state_dict["param_groups"])}
+
+
+def groups_by_number(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return saved groups, which fit the optimizer's, with its parameters' numbers and, if they had names, with their names."""
+    numbers = itertools.count()
+    groups = []
+    for group, given in zip(optimizer.param_groups, saved, strict=True):
+        groups.append({**given, "params": [next(numbers) for _ in group["params"]]})
+        if "param_names" in given:
             groups[-1]["param_names"] = [names[id(p)] for p in group["params"]]
-    return {"state": state, "param_groups": groups}
+    return groups
 
 
-def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
-    """Return an entry of the state of `param`: this rank's shard where it has the parameter's shape, copied to `into` if it
-    fits."""
+def own_shard(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
+    """Return this rank's shard of an entry of the state of `param`, copied to `into` if that fits; the entry if it has no shards."""
     if not isinstance(value, torch.Tensor):
         return matrix_state.local(value) if isinstance(param, ShardTensor) else value
     if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
@@ -336,20 +344,22 @@ def own_part(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any
 
 
 def is_cut(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
-    """Return True if full state of this shape is cut as its parameter is, and not a number of its own, which every rank has."""
+    """Return True if full state of this shape is sharded like its parameter. A number is not; every rank has it."""
     return isinstance(param, ShardTensor) and is_elementwise(param, key, shape)
 
 
 def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
-    """Return True if full state of this shape has one element for each of its parameter's."""
+    """Return True if full state of this shape has one element for each element of its parameter."""
     if key == "step" or shape != param.shape:
         return False
     return param.dim() > 0 or key not in COUNTERS  # of a 0-dim parameter both are 0-dim
 
 
 def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """Undo what loading did to state: torch casts it to the parameter's dtype, and makes generators of strings in tuples.
-    `state` by number, as it was loaded."""
+    """Put state that torch changed while it loaded it back into the optimizer. `state` is by number, as it was given to torch.
+
+    torch casts state to the parameter's dtype, and makes generators of strings in tuples.
+    """
     for number, p in enumerate(params_of(optimizer)):
         for key, value in state.get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)
@@ -357,9 +367,10 @@ def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) ->
                 optimizer.state[p][key] = value
 
 
-def misfits(
+def mismatches(
     runtime: Runtime, optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
 ) -> tuple[list[str], list[str], list[str]]:
+    """Return what of full state by name does not fit the optimizer: missing, unexpected, and other problems. Not collective."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         return [], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)']
     problems: list[str] = []
@@ -380,7 +391,7 @@ def misfits(
     missing += [f"{n} (state)" for n in lost]
     if lost:
         problems.append(
-            f"the optimizer has state for {lost[0]}, which would be dropped; where that is meant, give an empty entry: "
+            f"the optimizer has state for {lost[0]}, which would be dropped; if that is intended, give an empty entry: "
             f'state_dict["state"][{lost[0]!r}] = {{}}'
         )
     for name, entries in given["state"].items():
@@ -392,11 +403,11 @@ def misfits(
         for key, value in entries.items():
             if isinstance(value, ShardTensor):
                 if not isinstance(param, ShardTensor) or not same_cut(value._spec, param._spec):
-                    problems.append(f"{name}: {key} is a sharded tensor of another cut")
+                    problems.append(f"{name}: {key} is a ShardTensor that is not sharded like the parameter")
             elif isinstance(value, torch.Tensor) and not _shape_fits(runtime, optimizer, param, key, value):
                 problems.append(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
             elif isinstance(param, ShardTensor):
-                # What is not cut as the parameter is must be whole.
+                # State that is not sharded like the parameter must be full.
                 cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape)
                 for tensor in matrix_state.tensors_of(value):
                     problems += misplaced(tensor, param._spec.part if cut else None, f"{name}: {key}")
@@ -411,5 +422,5 @@ def _shape_fits(
     existing = optimizer.state.get(param, {}).get(key)
     if isinstance(existing, torch.Tensor):
         return existing.shape == value.shape
-    # Factored state (Adafactor) has fewer dimensions than its parameter; that of other matrix optimizers has any shape.
+    # Factored state (Adafactor) has fewer dimensions than its parameter; state of other matrix optimizers has any shape.
     return value.dim() < param.dim() or matrix_state.is_matrix(runtime, optimizer)

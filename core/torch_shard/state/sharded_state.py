@@ -1,4 +1,4 @@
-"""State dicts of a sharded model as this rank has them: in ShardTensors, and in plain slices."""
+"""A sharded model's state dict as this rank holds it: in ShardTensors, or in plain shards."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ __all__ = ["from_local", "local", "sharded"]
 
 
 def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
-    """Return ``model.state_dict()`` with ShardTensors; with `offload_to_cpu` what is elsewhere is copied to the CPU. Not
-    collective."""
+    """Return ``model.state_dict()`` with ShardTensors, with `offload_to_cpu` copied to the CPU. Not collective."""
     found = model_state.own_state_dict(model, runtime)
     if offload_to_cpu:
         for key, value in found.items():
@@ -32,21 +31,20 @@ def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[st
 
 
 def local(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
-    """Return :func:`sharded` with plain 1-D shards, which other layouts can't load. Not collective."""
+    """Return :func:`sharded` with plain 1-D shards, which only the same layout can load. Not collective."""
     found = sharded(model, runtime, offload_to_cpu)
     return {k: v._local.detach() if isinstance(v, ShardTensor) else v for k, v in found.items()}
 
 
 def from_local(model: nn.Module, runtime: Runtime, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`local` gave as ShardTensors. Collective.
+    """Return the result of :func:`local` as ShardTensors. Collective.
 
     Raises:
-        StateDictError: on all ranks; a slice is not of the length and dtype that this rank holds.
+        StateDictError: raised on all ranks if a shard has another length or dtype than this rank holds.
     """
     what = "engine.load_state_dict"
     problems = []
-    result = model_state.WithMetadata(given)
-    result._metadata = getattr(given, "_metadata", None)
+    result = model_state.with_metadata(given, given)
     for key, held in model_state.own_state_dict(model, runtime).items():
         value = given.get(key)
         if not isinstance(held, ShardTensor) or not isinstance(value, torch.Tensor):
@@ -54,13 +52,13 @@ def from_local(model: nn.Module, runtime: Runtime, given: Mapping[str, Any]) -> 
         own = held._local
         if isinstance(value, ShardTensor) or value.shape != own.shape or value.dtype != own.dtype:
             kind = "sharded" if isinstance(value, ShardTensor) else f"{value.dtype} of shape {tuple(value.shape)}"
-            problems.append(f"{key}: this rank's slice is {own.dtype} of shape {tuple(own.shape)}, the entry {kind}")
+            problems.append(f"{key}: this rank's shard is {own.dtype} of shape {tuple(own.shape)}, the entry {kind}")
         else:
             result[key] = ShardTensor(value.detach(), held._spec)
     error = None
     if problems:
         error = StateDictError(
-            f"rank {runtime.collectives.world_rank}: {what}: local slices fit the same number of ranks, strategy and units "
+            f"rank {runtime.collectives.world_rank}: {what}: local shards fit the same number of ranks, strategy and units "
             "only, and nothing was loaded.\n  " + "\n  ".join(problems)
         )
     agree(runtime, what, None, error)

@@ -22,7 +22,7 @@ from ...optim.engines_of_optimizer import params_of
 from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
-from ..misfits import check_dtype, refuse_misfits, wrong_dtype
+from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full
@@ -118,16 +118,8 @@ class FullLoad:
     def _model_values(self) -> Any:
         tied = [entry.names for entry in model_state.entries_of(self.runtime, self.live)]
         values = _renamed(self.file, self.parts.model, self.live, tied)
-        result = model_state.WithMetadata(
-            {
-                name: value if isinstance(value, torch.Tensor) else self._own_memory(value, name)
-                for name, value in values.items()
-            }
-        )
-        metadata = getattr(self.parts.model, "_metadata", None)
-        if metadata is not None:
-            result._metadata = metadata
-        return result
+        values = {n: v if isinstance(v, torch.Tensor) else self._own_memory(v, n) for n, v in values.items()}
+        return model_state.with_metadata(values, self.parts.model)
 
     def _own_memory(self, value: Any, name: str) -> Any:
         """Return nested values with tensors in memory of their own instead of the file's."""
@@ -153,20 +145,18 @@ class FullLoad:
     def compare(self) -> None:
         """Raise for everything that does not fit."""
         tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
-        proxies = model_state.WithMetadata(self.model)
+        proxies = model_state.with_metadata(self.model, self.model)
         proxies.update({name: torch.empty_like(value, device="meta") for name, value in tensors.items()})
-        if hasattr(self.model, "_metadata"):
-            proxies._metadata = self.model._metadata
-        missing, unexpected, problems = model_state.rehearse(self.root, proxies)
+        missing, unexpected, problems = model_state.load_on_meta(self.root, proxies)
         if not self.strict:
             missing, unexpected = [], []
         for name, value in tensors.items():
             problems += wrong_dtype(name, value.dtype, self.live.get(name), self.dtype, "file")
         for own, names, state in self.optimizers:
-            lists = optimizer_state.misfits(self.runtime, own, names, state)
+            lists = optimizer_state.mismatches(self.runtime, own, names, state)
             for into, found in zip((missing, unexpected, problems), lists, strict=True):
                 into += [f"{OPTIMIZER}: {text}" for text in found]
-        refuse_misfits(self.file.path, missing, unexpected, problems + self.problems)
+        refuse_mismatches(self.file.path, missing, unexpected, problems + self.problems)
 
     def read_optimizers(self) -> None:
         """Copy this rank's shards of optimizer state, which fit: into what the optimizer has, or into new memory."""

@@ -17,7 +17,7 @@ from ...state import model_state
 from ..format.mmap_buffer import buffer
 from ..format.safetensors import size_of
 from ..format.torch_file import Slot, check_loadable
-from ..misfits import check_dtype
+from ..mismatches import check_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from .output import Output, safetensors_output, torch_output
 from .stream import ModelStream, OptimizerStream

@@ -21,7 +21,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ..full.load import load_full
 from ..full.open_files import is_full
-from ..misfits import check_dtype, refuse_misfits, wrong_dtype
+from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, sources_of
 from .entry_tree import Stored, StoredObject, leaves, new_tensor, on_meta, tree_of
@@ -147,7 +147,7 @@ class _Load:
         problems: list[str] = []
         for model in self.models:
             proxies = model.state_dict(lambda leaf: self.known[leaf.name] if leaf.name in self.known else on_meta(leaf))
-            lists = model_state.rehearse(model.source.model, proxies)
+            lists = model_state.load_on_meta(model.source.model, proxies)
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 if self.strict or into is problems:
                     into += [model.source.prefix + text for text in found_now]
@@ -157,7 +157,7 @@ class _Load:
             lists = part.compare(self.known, self.dtype)
             for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
                 into += found_now
-        refuse_misfits(self.checkpoint.folder, missing, unexpected, problems)
+        refuse_mismatches(self.checkpoint.folder, missing, unexpected, problems)
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:

@@ -16,7 +16,7 @@ from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
 from ..full.load import by_name
-from ..misfits import wrong_dtype
+from ..mismatches import wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
 from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, mapped, new_tensor, on_meta, optimizer_at
@@ -98,7 +98,7 @@ class OptimizerLoad:
         own_others = {key: entries for position, key, entries in others if position == self.number}
         self.given["state"].update(own_others)
         self.given[optimizer_state.OTHER] = list(own_others)
-        missing, unexpected, problems = optimizer_state.misfits(self.runtime, self.optimizer, self.names, self.given)
+        missing, unexpected, problems = optimizer_state.mismatches(self.runtime, self.optimizer, self.names, self.given)
         problems += self._wrong_dtypes(dtype)
         return (
             [f"{self.what}: {text}" for text in missing],

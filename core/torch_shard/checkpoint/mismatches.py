@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError, StateDictError
-from ..state.model_state import misfit_lines
+from ..state.model_state import mismatch_lines
 
-__all__ = ["check_dtype", "refuse_misfits", "wrong_dtype"]
+__all__ = ["check_dtype", "refuse_mismatches", "wrong_dtype"]
 
 
 def check_dtype(dtype: Any) -> None:
@@ -31,9 +31,9 @@ def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | N
     return [f"{name} is {saved} in the {where} and {live.dtype} here{hint}"]
 
 
-def refuse_misfits(path: Path, missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> None:
+def refuse_mismatches(path: Path, missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> None:
     """Raise if anything is missing, unexpected or otherwise wrong, with all of it in one error."""
-    lines = misfit_lines(missing, unexpected, problems)
+    lines = mismatch_lines(missing, unexpected, problems)
     if lines:
         raise StateDictError(
             f"{path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these optimizers.\n  "
