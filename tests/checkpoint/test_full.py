@@ -311,7 +311,7 @@ def test_files_that_are_not_loaded(rank, tmp_path):
     dist.barrier()
     for file, message in (
         ("bomb.pt", r"bomb\.pt was refused.*Own.*add_safe_globals"),
-        ("old.pt", r"old\.pt is in torch's form from before 1\.6.*torch\.save\(torch\.load"),
+        ("old.pt", r"old\.pt is in torch's format of before 1\.6.*torch\.save\(torch\.load"),
         ("cut.pt", r"cut\.pt is damaged or was cut off at 2000 bytes"),
         ("text.pt", r"text\.pt is a file, and neither"),
         ("list.pt", r"list\.pt holds list, and no state dict"),

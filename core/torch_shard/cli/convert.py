@@ -27,7 +27,7 @@ _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values
 
 
 def add_to(commands: Any) -> None:
-    """Add both commands to a parser's."""
+    """Add both commands to the parser's commands."""
     consolidate = commands.add_parser(
         "consolidate",
         help="make one file of a sharded checkpoint",
@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the checkpoint, and print what was written."""
+    """Write the checkpoint, print what was written, and return the exit code."""
     target = Path(os.path.abspath(arguments.output))
     if arguments.format is None:
         in_folder = arguments.output.endswith((os.sep, ".safetensors")) or target.is_dir()
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             write_sharded(opened, parts, target, progress=advance)
     files = sorted(target.iterdir()) if target.is_dir() else [target]
-    if arguments.format == "safetensors":  # beside which a directory may hold others
+    if arguments.format == "safetensors":  # a directory may hold other files, too
         files = [file for file in files if file.suffix == ".safetensors" or file.name == INDEX]
     found = {
         "source": str(opened.path),
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(target: Path, arguments: argparse.Namespace) -> None:
-    """Raise where something is at the target that was not meant to be replaced."""
+    """Raise if the target exists and --overwrite was not given."""
     if not target.name:
         raise ConfigError(f"{arguments.output!r} is no place for a checkpoint; give a file or directory of its own.")
     # A directory of safetensors may hold other files, such as a configuration.
@@ -128,7 +128,7 @@ def _refuse(target: Path, arguments: argparse.Namespace) -> None:
 
 
 def _distinct(parts: Parts) -> Iterator[Stored]:
-    """Yield the tensors that will be read, tied ones once."""
+    """Yield the tensors that will be read, tied tensors once."""
     seen = set()
     optimizers = [own.state for own in parts.optimizers.values()]
     for _, leaf in leaves([parts.model, parts.models, optimizers, parts.extra, parts.other]):

@@ -1,4 +1,4 @@
-"""``torch-shard diff``: what differs between two checkpoints, whatever their formats."""
+"""``torch-shard diff``: the differences of two checkpoints of any formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's."""
+    """Add the command to the parser's commands."""
     parser = commands.add_parser(
         "diff",
         help="compare two checkpoints",
@@ -33,7 +33,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs."""
+    """Print the differences, and return the exit code."""
     if not (arguments.rtol >= 0 and arguments.atol >= 0):
         raise ConfigError("--rtol and --atol must not be negative.")
     a, b = aligned(_parts(arguments.a, arguments.model_only), _parts(arguments.b, arguments.model_only))

@@ -1,4 +1,4 @@
-"""``torch-shard inspect``: what a checkpoint says of itself, and a table of its parameters."""
+"""``torch-shard inspect``: a description of a checkpoint, and a table of its parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's."""
+    """Add the command to the parser's commands."""
     parser = commands.add_parser(
         "inspect",
         help="show versions, sizes and a table of the parameters",
-        description="Show what a checkpoint says of itself and a table of its parameters. Values are not read; `verify` does.",
+        description="Show a description of a checkpoint and a table of its parameters. Values are not read; `verify` reads them.",
     )
     parser.add_argument("checkpoint", metavar="CKPT")
     parser.add_argument("--units", action="store_true", help="list the sharded units")
@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what a checkpoint says of itself."""
+    """Print the description, and return the exit code."""
     opened = open_checkpoint(arguments.checkpoint)
     found = description(opened, parts_of(opened))
     if arguments.json:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def description(opened: Opened, parts: Parts) -> dict[str, Any]:
-    """Return what is known of a checkpoint, as nested plain values."""
+    """Return the description of a checkpoint as nested plain values."""
     manifest = opened.manifest
     rows = list(_rows(opened, parts))
     distinct = [row for row in rows if row["tied_to"] is None]
@@ -77,7 +77,7 @@ def description(opened: Opened, parts: Parts) -> dict[str, Any]:
 
 def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
     manifest = opened.manifest
-    # A converted checkpoint need not know which of its tensors are parameters.
+    # A converted checkpoint need not distinguish parameters from buffers.
     words = {True: "parameter", False: "frozen", None: None}
     kinds = {row["name"]: words[row["trainable"]] for row in manifest.parameters} if manifest else {}
     unit_of = {name: unit["name"] for unit in manifest.units for name in unit["parameters"]} if manifest else {}
@@ -137,7 +137,7 @@ _SHOWN = ("lr", "weight_decay", "betas", "momentum", "eps")
 
 
 def _header(found: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines above the table, without text where there is nothing to say."""
+    """Yield heads and texts of the lines above the table; a line without a text is not shown."""
     version = f", version {found['format_version']}" if found["format_version"] else ""
     saved = datetime.datetime.fromtimestamp(found["saved_at"]).astimezone()
     yield "checkpoint", found["path"]

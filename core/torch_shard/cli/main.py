@@ -1,4 +1,4 @@
-"""The command line's arguments, errors and exit codes; what each command does is in a file of its name."""
+"""The command line's arguments, errors and exit codes. Each command has a file of its name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line.
 
     Args:
-        argv: arguments without the program's name; those of the process by default.
+        argv: the arguments without the program's name; by default those of the process.
 
     Returns:
         The exit code; see ``torch-shard --help``.
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse: usage, --help, --version
+    except SystemExit as stop:  # raised by argparse for usage errors, --help and --version
         return stop.code if isinstance(stop.code, int) else 2
     except BrokenPipeError:
-        # Whoever read the output has gone; else the interpreter would complain when it flushes at its end.
+        # The reader of the output has closed it. Without this the interpreter would complain when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ShardError, OSError) as error:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("torch-shard: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:  # 1 would say that a checkpoint is damaged, or different
+    except Exception as error:  # exit code 1 would mean that a checkpoint is damaged or different
         given = vars(arguments) if arguments is not None else {}
         paths = " and ".join(given[key] for key in ("checkpoint", "a", "b") if key in given)
         text = (

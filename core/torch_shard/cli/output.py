@@ -14,12 +14,12 @@ __all__ = ["dtype_name", "plain", "print_json", "progress", "short", "size", "ta
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one object, for programs."""
+    """Print one JSON object."""
     print(json.dumps(plain(value), indent=2))
 
 
 def plain(value: Any) -> Any:
-    """Return nested values as JSON has them; what it does not have becomes text."""
+    """Return nested values with texts in place of what JSON does not have."""
     if isinstance(value, dict):
         return {str(key): plain(own) for key, own in value.items()}
     if isinstance(value, (list, tuple)):
@@ -35,14 +35,14 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Show a bar of bytes on standard error, where that is a terminal; give what is called with bytes that are done."""
+    """Show a progress bar on standard error, if that is a terminal, and give a function that advances it by bytes."""
     # With disable=None it shows on a terminal only.
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None) as bar:
         yield bar.update
 
 
 def size(nbytes: int) -> str:
-    """Return bytes for people, in powers of 1000: "1.5 GB"."""
+    """Return a number of bytes as text, in powers of 1000: "1.5 GB"."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB", "PB"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -50,12 +50,12 @@ def size(nbytes: int) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name as the manifest has it, without "torch."."""
+    """Return the name of a dtype as the manifest has it, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """Return a value on one line."""
+    """Return a value as text on one line."""
     text = repr(plain(value)) if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

@@ -1,6 +1,6 @@
-"""Classes that only hold data, which people keep beside their models: hyper-parameters, paths, times, numbers of NumPy.
+"""Classes that only hold data and are often kept beside models: hyper-parameters, paths, times, numbers of NumPy.
 
-torch's loader for untrusted files refuses them, since it can't know. Making one runs no code that a file brings.
+torch's loader for untrusted files refuses them by default, although making one runs no code from a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["classes_of_data"]
 
 
 def classes_of_data() -> list[Any]:
-    """Return the classes for ``torch.serialization.safe_globals``."""
+    """Return these classes, for ``torch.serialization.safe_globals``."""
     found: list[Any] = [
         argparse.Namespace,
         collections.defaultdict,

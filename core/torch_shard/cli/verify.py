@@ -1,4 +1,4 @@
-"""``torch-shard verify``: is everything there, and as it was written?"""
+"""``torch-shard verify``: whether a checkpoint is complete and as it was written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["add_to"]
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser's."""
+    """Add the command to the parser's commands."""
     parser = commands.add_parser(
         "verify",
         help="read everything, and compare checksums",
@@ -24,7 +24,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is wrong, or that nothing is."""
+    """Print the problems, or that there are none, and return the exit code."""
     total = size_to_verify(arguments.checkpoint)
     with progress(total, "verify") as advance:
         problems = verify(arguments.checkpoint, advance)

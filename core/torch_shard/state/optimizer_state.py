@@ -327,7 +327,7 @@ def groups_by_number(
 
 
 def own_shard(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
-    """Return this rank's shard of an entry of the state of `param`, copied to `into` if that fits; the entry if it has no shards."""
+    """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits, or the entry if it has none."""
     if not isinstance(value, torch.Tensor):
         return matrix_state.local(value) if isinstance(param, ShardTensor) else value
     if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):

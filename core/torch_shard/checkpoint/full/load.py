@@ -1,7 +1,7 @@
-"""Loading a full checkpoint: mapped, compared, and then each rank copies its own shards out of the file.
+"""Loading a full checkpoint: the file is mapped and compared, and then each rank copies its own shards out of it.
 
-What is saved where differs: a state dict by itself, one of several entries, a Lightning checkpoint, optimizer state by name or by
-number. :func:`parts_of` finds it, and everything is compared before anything is changed.
+Files differ in where things are: a state dict may be all of a file or one of its entries, optimizer state may be by name or by
+number. :func:`parts_of` finds both, and everything is compared before anything is changed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_full(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What of a file is what. ``optimizer`` is None where there is none."""
+    """The contents of a file. ``optimizer`` and ``extra`` are None if the file has none."""
 
     model: Mapping[str, Any]
     optimizer: Any = None
@@ -73,11 +73,11 @@ class _Parts:
 
 
 def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
-    """Find model, optimizer and extra. `keys`: of the live model, by which a state dict is known."""
+    """Return a file's model, optimizer and extra. `keys` are the live model's, by which a state dict is recognised."""
     values = file.values
     if not isinstance(values, Mapping):
         raise CheckpointError(
-            f"{file.path} holds {type(values).__name__}, and no state dict. Nothing was loaded. Save a state dict."
+            f"{file.path} holds {type(values).__name__}, and no state dict, so nothing was loaded. Save a state dict."
         )
     known = set(keys)
     places = [name for name in _MODELS if isinstance(values.get(name), Mapping)]
@@ -89,6 +89,7 @@ def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
 
 
 def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
+    """Return how many entries have known names, without the prefixes of wrappers."""
     return sum(unwrapped(str(name), known) in known for name in values)
 
 
@@ -99,7 +100,7 @@ class FullLoad:
         self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
     ) -> None:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
-        self.strict = strict  # missing and unexpected entries of the model are errors
+        self.strict = strict  # if True, missing and unexpected entries of the model are errors
         self.live = model_state.own_state_dict(engine.model, engine._runtime)
         self.parts = parts_of(file, list(self.live))
         self.model = self._model_values()
@@ -122,7 +123,7 @@ class FullLoad:
         return model_state.with_metadata(values, self.parts.model)
 
     def _own_memory(self, value: Any, name: str) -> Any:
-        """Return nested values with tensors in memory of their own instead of the file's."""
+        """Return a copy of nested values, whose tensors are not views of the file."""
         try:
             return copy.deepcopy(value)
         except Exception as error:  # raised by a class of the user's, which was allowed
@@ -132,7 +133,7 @@ class FullLoad:
             ) from error
 
     def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
-        """Return what was saved for an optimizer."""
+        """Return the saved state of the optimizer that `held` has at `number`; None if there is none."""
         saved = self.parts.optimizer
         if len(where) > 1:
             saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
@@ -143,7 +144,7 @@ class FullLoad:
         return saved if isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved) else None
 
     def compare(self) -> None:
-        """Raise for everything that does not fit."""
+        """Raise a StateDictError that lists all mismatches, if there are any."""
         tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
         proxies = model_state.with_metadata(self.model, self.model)
         proxies.update({name: torch.empty_like(value, device="meta") for name, value in tensors.items()})
@@ -159,18 +160,18 @@ class FullLoad:
         refuse_mismatches(self.file.path, missing, unexpected, problems + self.problems)
 
     def read_optimizers(self) -> None:
-        """Copy this rank's shards of optimizer state, which fit: into what the optimizer has, or into new memory."""
+        """Copy this rank's shards of optimizer state, which fits, into the optimizer's own state or into new memory."""
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
         self.found: list[dict[str, Any]] = []
         for own, names, state in self.optimizers:
-            # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+            # This gives parameters owners, the same on all ranks, which changes nothing in training.
             elsewhere = matrix_state.elsewhere(self.runtime, own, names, state["state"])
             self.found.append(optimizer_state.by_number(own, names, state, elsewhere, in_place=True))
             if self.dtype is not None:
                 self._convert(own, names, self.found[-1]["state"])
 
     def _convert(self, optimizer: Any, names: Mapping[int, str], state: dict[Any, dict[str, Any]]) -> None:
-        """Give state that had its parameter's dtype in the file the one that the parameter has here. Changes `state`."""
+        """Convert state, in place, that had its parameter's dtype in the file to the dtype that the parameter has here."""
         for number, p in enumerate(params_of(optimizer)):
             saved = self.model.get(names[id(p)])
             if not isinstance(saved, torch.Tensor) or saved.dtype == p.dtype:
@@ -180,7 +181,7 @@ class FullLoad:
                     state[number][key] = _converted(value, state_dtype(p))
 
     def load_model(self) -> None:
-        """Copy this rank's shards of the parameters, which fit, into them."""
+        """Copy this rank's shards of the model's entries, which fit, into the model."""
         try:
             self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
@@ -204,13 +205,16 @@ class FullLoad:
 
 
 def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
-    """Return an optimizer's state out of a list's that is saved as one, group behind group, as in a consolidated checkpoint."""
+    """Return one optimizer's part of the state of several that were saved as one, group behind group, by ``engine.save``.
+
+    `counts` are the optimizers' numbers of groups. None if the groups or the state can't be divided.
+    """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         return None
     groups, state = saved["param_groups"], saved["state"]
     listed = {key for group in groups for key in group["params"]}
     if len(groups) != sum(counts) or any(key not in listed for key in state):
-        return None  # state of no parameter could be any one's
+        return None  # state of no parameter may belong to any of the optimizers
     first = sum(counts[:number])
     groups = groups[first : first + counts[number]]
     own = {key for group in groups for key in group["params"]}
@@ -218,7 +222,7 @@ def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] 
 
 
 def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return optimizer state with the live parameters' names, from state by number or by name. Tensors are not copied.
+    """Return optimizer state by the live parameters' names, from state by number or by name. Tensors are not copied.
 
     Numbers stand for the parameters in the order of the groups, as in torch.
     """
@@ -226,7 +230,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
     live = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     listed = [key for group in groups for key in group["params"]]
     if all(isinstance(key, int) for key in listed):
-        # One group with more parameters than here does not move what is behind it.
+        # A group that has more parameters than here does not shift the groups behind it.
         called: dict[Any, str] = {}
         for number, group in enumerate(groups):
             own = live[number] if number < len(live) else []
@@ -236,7 +240,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
         known = {name for own in live for name in own}
         called = _bare_names((*listed, *state), known)
         called = {key: name for key, name in called.items() if key in set(listed) or name in known}
-    # The file decides: a parameter without state there has none here.
+    # The file decides: a parameter without state in the file has none here.
     return {
         "state": {**{name: {} for name in called.values()}, **{called.get(k, k): own for k, own in state.items()}},
         "param_groups": [{**group, "params": [called[key] for key in group["params"]]} for group in groups],
@@ -245,9 +249,9 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
 
 
 def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
-    """Return for each name the one without wrappers' prefixes, where the model knows that and not the name itself.
+    """Return a dict from each name to the live one: without the prefixes of wrappers, if the model does not know the name itself.
 
-    Of two that would become the same, one keeps its prefix: it is unexpected then, and does not silently win.
+    If two names would become the same, one keeps its prefix, and is unexpected then, rather than silently winning.
     """
     names = list(dict.fromkeys(names))
     called = {name: name for name in names if name in live}
@@ -261,12 +265,12 @@ def _bare_names(names: Iterable[Any], live: Any) -> dict[Any, str]:
 
 
 def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple[FullFile, dict[str, Any]]:
-    """Open a full checkpoint for a model whose state dict is `live`, on any device; its entries by the model's names.
+    """Open a full checkpoint, and return it with its entries by the names of a model whose state dict is `live`. Not collective.
 
-    Names of one object are tied. Not collective.
+    Names in `live` of one object are tied; its tensors may be on any device.
 
     Raises:
-        CheckpointError: see :func:`open_full`; or it holds no state dict.
+        CheckpointError: as raised by :func:`open_full`, or the file holds no state dict.
     """
     file = open_full(path)
     tied: dict[int, list[str]] = {}
@@ -286,7 +290,7 @@ def _renamed(
             present = [name for name in names if name in values]
             for name in names if present else ():
                 values.setdefault(name, values[present[0]])
-        for name, kept in file.tied.items():  # not tied here, but it was where it was saved
+        for name, kept in file.tied.items():  # tied in the model that was saved, and not in the live one
             if name in live and kept in values:
                 values.setdefault(name, values[kept])
     return values

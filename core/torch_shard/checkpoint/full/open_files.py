@@ -1,7 +1,7 @@
-"""Full checkpoints, opened: a torch file, a safetensors file, or a folder of these.
+"""Opening full checkpoints: a torch file, a safetensors file, or a directory of safetensors files.
 
-Nothing is read that is not looked at: tensors are mapped from the files, privately, so that only the pages that are used come
-into memory, and these as part of the system's cache and not as the process's own.
+Tensors are mapped from the files, privately. So only pages that are used are read, and they belong to the system's cache and not
+to the process.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ..format.torch_file import first_line, not_trusted
 
 __all__ = ["FullFile", "is_full", "kind_of", "open_full"]
 
-_ENDS = 64 << 10  # bytes at both ends of a file that tell it from another one
+_ENDS = 64 << 10  # bytes at each end of a file whose checksum tells it from other files
 
 
 @dataclass(frozen=True)
 class FullFile:
-    """An opened checkpoint.
+    """An opened full checkpoint.
 
     Attributes:
-        path: what was given.
+        path: the file, which is an index if there are several.
         kind: ``"torch"`` or ``"safetensors"``.
-        values: what the file holds: of safetensors a dict of tensors by name, of torch files whatever was saved. Tensors are
+        values: the file's contents: for safetensors a dict of tensors by name, for a torch file whatever was saved. Tensors are
             mapped; changing one does not change the file.
-        files: all files that it consists of, the index included.
-        tied: of safetensors, names that are not stored, with the names of the tensors that they stand for.
+        files: all files of the checkpoint, the index included.
+        tied: for safetensors, names that are not stored, with the names of the tensors that they stand for.
     """
 
     path: Path
@@ -65,11 +65,11 @@ class FullFile:
 
 
 def is_full(path: str | os.PathLike[str]) -> bool:
-    """Return True if a path leads to a full checkpoint and not to a sharded one: to any file, or to a folder with safetensors."""
+    """Return True if a path leads to any file or to a directory of safetensors files, and False for a sharded checkpoint."""
     try:
         found = find(path)
         return found.is_file() or kind_of(found) == "safetensors"
-    except (OSError, CheckpointError):  # whoever opens it says why
+    except (OSError, CheckpointError):  # opening it will raise the same error
         return False
 
 
@@ -77,13 +77,13 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
     """Open a full checkpoint. Not collective, and needs no process group.
 
     Args:
-        path: of a file that ``torch.save`` or ``engine.save_full`` wrote, of a safetensors file, or of a folder with
+        path: the path of a file that ``torch.save`` or ``engine.save_full`` wrote, of a safetensors file, or of a directory with
             ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: there is none, a file of it is missing or damaged, it is in torch's form from before 1.6, or it holds
-            objects whose unpickling could run code.
-        UnavailableError: it is in safetensors, and the library is not installed.
+        CheckpointError: there is no checkpoint, one of its files is missing or damaged, it is in torch's format of before 1.6, or
+            it holds objects whose unpickling could run code.
+        UnavailableError: the files are safetensors, and the library is not installed.
     """
     found = find(path)
     if found.is_dir():
@@ -101,8 +101,9 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return what is at a path, by names and first bytes: ``"sharded"``, ``"torch"``, ``"safetensors"``, or None for anything
-    else.
+    """Return the kind of the checkpoint at a path, by names and first bytes: ``"sharded"``, ``"torch"`` or ``"safetensors"``.
+
+    None for a file or directory that is no checkpoint.
 
     Raises:
         OSError: nothing is there, or it can't be read.
@@ -117,11 +118,12 @@ def kind_of(path: Path) -> str | None:
         first = file.read(9)
     if first[:2] == b"PK":
         return "torch"
-    # Eight bytes for the length of the header, which is JSON; a file from a download cache may have any name.
+    # Eight bytes hold the length of the header, which is JSON. A file in a download cache may have any name.
     return "safetensors" if first[8:] == b"{" else None
 
 
 def _ends(path: Path) -> tuple[int, int]:
+    """Return the size of a file, and the CRC-32 of its two ends."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         crc = zlib.crc32(file.read(_ENDS))
@@ -138,7 +140,7 @@ def _open_torch(path: Path) -> FullFile:
             first = file.read(4)
         legacy = first[:1] == b"\x80"  # a pickle
         raise CheckpointError(
-            f"{path} is in torch's form from before 1.6, which can't be read in parts. Convert it once: "
+            f"{path} is in torch's format of before 1.6, which can't be read in parts. Convert it once: "
             f"torch.save(torch.load({str(path)!r}, weights_only=True), 'converted.pt')"
             if legacy
             else f"{path} is a file, and neither a torch file nor safetensors: it begins with {first!r}."
@@ -147,11 +149,11 @@ def _open_torch(path: Path) -> FullFile:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """Raise for a torch file that was packed again: values are mapped from the file, where they lie as they are."""
+    """Raise for a torch file with compressed members, whose values can't be mapped."""
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [member.filename for member in archive.infolist() if member.compress_type != zipfile.ZIP_STORED]
-    except Exception:  # whatever the damage leads zipfile to; torch says it
+    except Exception:  # damage leads zipfile to many errors; torch.load raises its own
         return
     if packed:
         raise CheckpointError(
@@ -206,7 +208,7 @@ def _open_index(path: Path) -> FullFile:
 def _weight_map(path: Path) -> dict[str, str]:
     try:
         where = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        # A name with a folder in it could lead anywhere.
+        # A name with a directory in it could lead anywhere.
         good = isinstance(where, dict) and all(isinstance(f, str) and f == os.path.basename(f) for f in where.values())
         if not good:
             raise ValueError("weight_map must map names to files beside the index")
@@ -218,7 +220,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a file's tensors, mapped, and the other names of some of them."""
+    """Return the mapped tensors of a safetensors file by name, and the names that it doesn't store, with those that it does."""
     safetensors = library()
     with_what = "" if expected is None else f", with {some(expected)}"
     if not path.is_file():

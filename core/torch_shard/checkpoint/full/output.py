@@ -30,7 +30,7 @@ from ..format.manifest import MANIFEST
 from ..format.safetensors import WEIGHTS, SafetensorsWriter
 from ..format.torch_file import TorchFileWriter
 
-__all__ = ["Output", "safetensors_output", "torch_output"]
+__all__ = ["Output", "beside", "safetensors_output", "torch_output"]
 
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin(\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack")
 """Names of weights that are not safetensors, of which a directory should not have both."""
@@ -54,9 +54,9 @@ def torch_output(target: Path, nonce: str, structure: Any) -> Iterator[Output]:
     """Give the output for one torch file; see :class:`~..format.torch_file.TorchFileWriter`.
 
     Raises:
-        CheckpointError: `target` is a directory, or `structure` holds what would not be loaded again.
+        CheckpointError: `target` is a directory, or `structure` holds objects that could not be loaded again.
     """
-    with _beside(target, nonce, _refuse_directory) as saving:
+    with beside(target, nonce, _refuse_directory) as saving:
         writer = TorchFileWriter(saving.path / target.name, structure)
 
         def finish() -> None:
@@ -86,7 +86,7 @@ def safetensors_output(
         UnavailableError: the safetensors library is not installed.
     """
     single = target.name if target.suffix == ".safetensors" else None
-    with _beside(target, nonce, _refuse_to_lose if single is None else _refuse_directory) as saving:
+    with beside(target, nonce, _refuse_to_lose if single is None else _refuse_directory) as saving:
         writer = SafetensorsWriter(saving.path, entries, tied=tied, max_shard_size=max_shard_size, single=single)
 
         def finish() -> None:
@@ -101,8 +101,11 @@ def safetensors_output(
 
 
 @contextlib.contextmanager
-def _beside(target: Path, nonce: str, refuse: Callable[[Path], None]) -> Iterator[Saving]:
-    """Make a hidden directory beside the target, and remove it in the end, with what the commit has left there."""
+def beside(target: Path, nonce: str, refuse: Callable[[Path], None] | None = None) -> Iterator[Saving]:
+    """Make a hidden directory beside the target, and remove it in the end, with what the commit has left there.
+
+    The arguments are those of :meth:`~..format.atomic_directory.Saving.begin`.
+    """
     saving = Saving.begin(target, nonce, refuse)
     try:
         yield saving
@@ -119,12 +122,13 @@ def _replace(file: Path, target: Path) -> None:
 
 
 def _refuse_directory(target: Path) -> None:
+    """Raise if a file would replace a directory."""
     if target.is_dir():
         raise CheckpointError(f"{target} is a directory; give the name of a file in it.")
 
 
 def _refuse_to_lose(target: Path) -> None:
-    """Raise where a directory of safetensors would replace more than a model and the files beside it."""
+    """Raise if a directory of safetensors would replace more than a model and the files beside it."""
     if os.path.lexists(target) and not target.is_dir():
         raise CheckpointError(
             f"{target} is a file, and the safetensors form is a directory. Give another path, one that ends in .safetensors, or "
@@ -147,9 +151,9 @@ def _refuse_to_lose(target: Path) -> None:
 
 
 def _keep_others(old: Path, new: Path) -> None:
-    """Put what is beside the weights (a configuration, a tokenizer) into the new directory, too.
+    """Put the files beside the weights (a configuration, a tokenizer) into the new directory, too.
 
-    Where `old` is a link, what it leads to stays (a download cache, say), and the new directory shares nothing with it.
+    If `old` is a link, to a download cache say, its target stays as it is, and the new directory shares nothing with it.
     """
     for name in sorted(os.listdir(old)):
         if WEIGHTS.fullmatch(name) or os.path.lexists(new / name):

@@ -49,7 +49,7 @@ def save_full(
             raise ConfigError(f"path: {path!r} is no place for a checkpoint; give a file or a directory of its own.")
         return target, _format_of(target, format, first), size_of(max_shard_size)
 
-    # Only rank 0's path counts, and what is there: other nodes need not have it.
+    # Only rank 0's path, and what is there, count: other nodes need not have it.
     target, chosen, limit = each(runtime, what, prepare, key=(format, dtype, max_shard_size))
     chosen, nonce = broadcast(runtime, (chosen, secrets.token_hex(8)), what)
 
@@ -94,7 +94,10 @@ def _nothing() -> None:
 
 
 def _format_of(path: Path, format: str | None, look: bool) -> str:
-    """Return ``"torch"`` or ``"safetensors"``. With `look`, a directory at the path counts, too."""
+    """Return the format, ``"torch"`` or ``"safetensors"``, that was asked for or follows from the path.
+
+    With `look`, a directory that exists at the path counts, too.
+    """
     if format not in (None, "torch", "safetensors"):
         raise ConfigError(f"format must be 'torch', 'safetensors' or None, not {format!r}.")
     if format is not None:
@@ -104,10 +107,10 @@ def _format_of(path: Path, format: str | None, look: bool) -> str:
 
 
 class _Contents:
-    """What goes into a full checkpoint.
+    """The contents of a full checkpoint.
 
     Attributes:
-        keys: by the id of a slot, the name under which safetensors files hold its tensor.
+        keys: the names under which safetensors files hold the slots' tensors, by the slots' ids.
     """
 
     def __init__(self, engine: Any, optimizers: Optimizers, extra: Any, dtype: torch.dtype | None) -> None:
@@ -123,7 +126,7 @@ class _Contents:
         self.keys: dict[int, str] = {}
 
     def refuse_for_safetensors(self) -> None:
-        """Raise where there is anything but the model's tensors."""
+        """Raise if there is anything but the model's tensors."""
         if self.optimizers or self.has_extra:
             raise ConfigError(
                 "safetensors files hold a model only, no optimizer and no extra. Save these with engine.save, or everything in a "
@@ -137,13 +140,13 @@ class _Contents:
                 )
 
     def torch_output(self, target: Path, nonce: str, limit: int) -> contextlib.AbstractContextManager[Output]:
-        """Return the output for a torch file, which has no limit. On rank 0, when the optimizers are described."""
+        """Return the output for a torch file, whose size has no limit. Call it on rank 0, after the optimizers' describe()."""
         model, states = self.model.structure, [stream.structure for stream in self.optimizers]
         for name, value in model.items():
             if not isinstance(value, Slot):
                 check_loadable(value, name)
         check_loadable(list(model), "a name in the state dict")
-        # Modules and hooks add to it what they like.
+        # Modules and hooks may add anything to it.
         check_loadable(getattr(model, "_metadata", None), "the state dict's _metadata")
         for state in states:
             check_loadable(state, OPTIMIZER)
@@ -160,7 +163,7 @@ class _Contents:
         return torch_output(target, nonce, structure)
 
     def safetensors_output(self, target: Path, nonce: str, limit: int) -> contextlib.AbstractContextManager[Output]:
-        """Return the output for safetensors files of at most `limit` bytes. On rank 0."""
+        """Return the output for safetensors files of at most `limit` bytes. Call it on rank 0."""
         kept = chosen_names(self.module, [names for _, names in self.model.slots])
         entries: dict[str, tuple[torch.Size, torch.dtype]] = {}
         tied: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Full values for a full checkpoint, one unit or less at a time: what is there is known first, the values come after.
+"""Full values for a full checkpoint, one unit or less at a time: first the structure is known, then the values come.
 
-Every rank goes through the same steps; on rank 0 each one ends with full tensors, which are written and dropped before the
-next begins. So no rank holds more than a unit of what is gathered, and rank 0 what it has to copy of one parameter besides.
+Every rank goes through the same steps. On rank 0 each step ends with full tensors, which are written and dropped before the
+next step begins. So no rank holds more than one gathered unit, and rank 0 besides a copy of one parameter where it needs one.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ..format.torch_file import Slot
 __all__ = ["ModelStream", "OptimizerStream", "Put"]
 
 Put = Callable[[Callable[[], Iterable[tuple[Slot, torch.Tensor]]]], None]
-"""Collective: calls its argument on rank 0, and writes the full tensors that it gives, one by one."""
+"""A collective function that calls its argument on rank 0, and writes the full tensors that this gives, one by one."""
 
 
 class ModelStream:
-    """A model's state dict.
+    """A model's state dict, to be gathered piece by piece.
 
     Attributes:
         structure: the state dict with a :class:`~..format.torch_file.Slot` for each tensor, and with torch's ``_metadata``.
-            Names of one tied parameter share a slot.
+            Names of tied weights share a slot.
         slots: the slots with their names, in the order in which their values come.
-        key: equal on ranks that gather the same.
+        key: an object that is equal on ranks that gather the same.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, dtype: torch.dtype | None) -> None:
-        """Not collective.
+        """Find the model's entries. Not collective.
 
         Args:
-            model, runtime: sharded, and not inside a forward.
-            dtype: what floating-point entries become; None leaves them.
+            model, runtime: a sharded model, outside of its forward, and its runtime.
+            dtype: the dtype to which floating-point entries are converted; None keeps theirs.
         """
         self.runtime = runtime
         found = model_state.own_state_dict(model, runtime)
@@ -61,14 +61,14 @@ class ModelStream:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the largest buffer that is gathered."""
+        """Return the size in bytes of the largest buffer that is gathered."""
         flats = [flat for unit in self.runtime.units for flat in unit.flats]
         return max((flat.layout.numel * flat.shard.dtype.itemsize for flat in flats), default=0)
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
-        """Gather and hand on all values. Collective.
+        """Gather all values and give them to `put`. Collective.
 
-        Buffers, and parameters that are not sharded, are rank 0's. `memory` is what values are gathered in, one after the other.
+        Buffers, and parameters that are not sharded, are rank 0's. Values are gathered in `memory`, one after the other.
         """
         for gathered in model_state.full_values(self.runtime, self._entries, what, memory):
             put(functools.partial(self._converted, gathered))
@@ -81,18 +81,18 @@ class ModelStream:
 
 
 class OptimizerStream:
-    """An optimizer's state, as ``optimizer.state_dict()`` of an unsharded model has it: by number.
+    """An optimizer's state by number, as ``optimizer.state_dict()`` of an unsharded model has it, to be gathered piece by piece.
 
     Attributes:
-        structure: on rank 0, with a slot for each tensor that comes later; there after :meth:`describe`.
-        key: equal on ranks that gather the same.
+        structure: on rank 0, after :meth:`describe`, the state dict with a slot for each tensor that is gathered.
+        key: an object that is equal on ranks that gather the same.
     """
 
     def __init__(self, model: nn.Module, runtime: Runtime, optimizer: Any) -> None:
-        """Not collective.
+        """Find the sharded state. Not collective.
 
         Raises:
-            StateDictError: it holds a parameter that is not this model's.
+            StateDictError: the optimizer holds a parameter that is not this model's.
         """
         self.runtime = runtime
         optimizer_state.names_of(runtime, optimizer, model)
@@ -104,7 +104,7 @@ class OptimizerStream:
         self._slots: dict[tuple[int, Any], list[Slot]] = {}
 
     def describe(self, what: str) -> None:
-        """Find out what other ranks own, and make the structure. Collective."""
+        """Find the state that other ranks own, and make the structure. Collective."""
         given = self.taken["state"]
         self._elsewhere = matrix_state.descriptions(self.runtime, given, len(self.params), what)
         state = {number: dict(own) if isinstance(own, dict) else own for number, own in given.items()}
@@ -121,7 +121,7 @@ class OptimizerStream:
         self.structure = {"state": ordered, "param_groups": self.taken["param_groups"]}
 
     def _slotted(self, number: int, kind: Any, value: Any) -> Any:
-        """Return a value with slots for its sharded tensors, or for all tensors of a description."""
+        """Return a value with slots for its tensors, which are kept under the number and the kind."""
         slots = self._slots[number, kind] = []
 
         def slot(tensor: Any) -> Slot:
@@ -132,13 +132,16 @@ class OptimizerStream:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the largest buffer that is gathered."""
+        """Return the size in bytes of the largest buffer that is gathered."""
         sizes = [max(own.dtype.itemsize for own in g.shards if own is not None) for g in self._cut.together]
         numels = [group.flat.layout.numel for group in self._cut.together]
         return max((numel * size for numel, size in zip(numels, sizes, strict=True)), default=0)
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
-        """Gather and hand on what is sharded, or another rank has alone. Collective; `memory` as for the model."""
+        """Gather the state that is sharded, or that one rank alone has, and give it to `put`. Collective.
+
+        `memory` is as for :meth:`ModelStream.send`.
+        """
         state, wanted = self.taken["state"], self.runtime.collectives.world_rank == 0
         values = optimizer_state.full_values(self.runtime, self._cut, self._elsewhere, state, wanted, what, memory)
         for gathered in values:

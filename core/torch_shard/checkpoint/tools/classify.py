@@ -1,8 +1,8 @@
-"""What is what in an opened checkpoint, whoever wrote it: models, optimizers, and the rest.
+"""Sorting the entries of an opened checkpoint, whoever wrote it, into models, optimizers, and the rest.
 
-They differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is named: by
-parameter or by number, groups in a list or settings by parameter. :mod:`..sharded.entry_tree` finds the same things for a
-live model, whose names decide; here there is none.
+Checkpoints differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is
+named: by parameter or by number, with groups in a list or settings by parameter. :mod:`..sharded.entry_tree` does this for a live
+model, whose names decide. Here there is no model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 LIGHTNING = "pytorch-lightning_version"
-"""The key by which Lightning's checkpoints are known."""
+"""The key by which Lightning's checkpoints are recognised."""
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
@@ -49,19 +49,19 @@ _OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "
 
 @dataclass
 class Parts:
-    """A checkpoint's contents. Tensors are :class:`~..sharded.entry_tree.Stored`.
+    """A checkpoint's contents. Each tensor is a :class:`~..sharded.entry_tree.Stored`.
 
     Attributes:
-        model: the state dict; values that are no tensors may be nested.
-        models: further ones by name.
-        optimizers: by name, "" for the only one.
-        extra: what ``engine.save`` was given, or the rest of a Lightning checkpoint. None where there is none.
-        other: entries at the top that are none of these.
-        lightning: whether it is one of Lightning's.
-        listed: whether the optimizers were a list, so that their names are positions in it.
-        model_key, optimizer_key: by which they were in the checkpoint; None for entries at the top.
-        refused: for each object that can't be read, the reason.
-        left_out: names at the top of what is beside the models, where nothing else was read.
+        model: the model's state dict, whose values may be nested.
+        models: the state dicts of further models, by name.
+        optimizers: the optimizers by name; a single one has the name "".
+        extra: the object that ``engine.save`` was given as ``extra``, or the rest of a Lightning checkpoint; None without either.
+        other: all other entries at the top.
+        lightning: True for a checkpoint of Lightning's.
+        listed: True if the optimizers were a list. Their names are the positions in it.
+        model_key, optimizer_key: the keys of model and optimizers in the checkpoint; None if their entries were at the top.
+        refused: the reason for each object that can't be read.
+        left_out: the keys of other entries at the top, if only the models were read.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -92,9 +92,9 @@ class Parts:
 
 
 def parts_of(opened: Opened, model_only: bool = False) -> Parts:
-    """Sort a checkpoint's entries, and read its objects. With `model_only` nothing but the models is read or returned.
+    """Sort a checkpoint's entries and read its objects. With `model_only` only the models are read and returned.
 
-    None takes the place of an object that can't be read; ``refused`` says why.
+    None takes the place of an object that can't be read, and ``refused`` gets the reason.
     """
     parts = Parts()
     tree: dict[Any, Any] = dict(opened.tree)
@@ -102,7 +102,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
         found = _read(parts, tree.pop(LIGHTNING_META))
         tree = {**found, **tree} if isinstance(found, Mapping) else tree
     app = tree.get("app")
-    if isinstance(app, dict) and isinstance(app.get("model"), dict):  # of torch's own recipe for DCP
+    if isinstance(app, dict) and isinstance(app.get("model"), dict):  # as in torch's tutorial for DCP
         tree = {**{key: value for key, value in tree.items() if key != "app"}, **app}
     key = parts.model_key = _model_key(tree)
     if key is not None:
@@ -130,7 +130,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
 
 
 def _read(parts: Parts, tree: Any) -> Any:
-    """Return nested values with their objects read; tensors stay :class:`~..sharded.entry_tree.Stored`."""
+    """Return nested values with their objects read, but not their tensors."""
 
     def read(leaf: Any) -> Any:
         try:
@@ -143,7 +143,10 @@ def _read(parts: Parts, tree: Any) -> Any:
 
 
 def _model_key(tree: Mapping[Any, Any]) -> str | None:
-    """Return where the model is; None for at the top. A dict without tensors is a configuration, if anything else has some."""
+    """Return the key of the model's state dict; None if its entries are at the top.
+
+    A dict without tensors is a configuration, if anything else has tensors.
+    """
     found = [key for key in _MODELS if isinstance(tree.get(key), dict)]
     with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
     at_top = any(isinstance(value, Stored) for value in tree.values())
@@ -151,6 +154,7 @@ def _model_key(tree: Mapping[Any, Any]) -> str | None:
 
 
 def _is_extra_state(name: Any) -> bool:
+    """Return True for the name of a module's extra state, which need not be a tensor."""
     return isinstance(name, str) and name.endswith("_extra_state")
 
 
@@ -158,7 +162,7 @@ def _is_extra_state(name: Any) -> bool:
 
 
 def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Take them out of the tree."""
+    """Take the optimizers out of the tree, and yield them with their names."""
     for key in _OPTIMIZERS:
         if key not in tree:
             continue
@@ -181,6 +185,7 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
 
 
 def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
+    """Return an optimizer with groups, and with its state that belongs to no parameter in ``other``."""
     found = optimizer_of(tree, set(parts.names()))
     numbered = found.numbered
     strangers = {name: found.state.pop(name) for name in list(found.state) if numbered and not name.isdecimal()}
@@ -194,7 +199,7 @@ def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
 
 
 def _groups_of(optimizer: SavedOptimizer, parts: Parts) -> list[dict[str, Any]]:
-    """Return groups for settings that are kept by parameter: those of equal settings, in the order of the models."""
+    """Return groups of parameters with equal settings, in the order of the models, for settings that are by parameter."""
     order = {name: i for i, name in enumerate(parts.names())}
     groups: dict[str, dict[str, Any]] = {}
     for name in sorted(optimizer.of_parameter, key=lambda name: order.get(name, len(order))):
@@ -206,17 +211,17 @@ def _groups_of(optimizer: SavedOptimizer, parts: Parts) -> list[dict[str, Any]]:
 
 
 def merged(parts: Parts) -> SavedOptimizer:
-    """Return a list of optimizers as one, groups one behind the other, as ``engine.save`` writes a list.
+    """Return a list of optimizers as a single one, with group behind group, as ``engine.save`` writes a list.
 
     Raises:
-        CheckpointError: two of them have state of one parameter.
+        CheckpointError: two of the optimizers have state of one parameter.
     """
     found = SavedOptimizer()
     other: list[tuple[int, Any, Any]] = []
     for position, own in enumerate(parts.optimizers.values()):
         groups = [{**group, "params": list(group.get("params") or ())} for group in own.groups]
         if own.numbered:
-            # Numbers begin at 0 in each.
+            # Numbers begin at 0 in each optimizer.
             listed = [int(p) for group in found.groups for p in group["params"] if isinstance(p, int)]
             first = max(listed, default=-1) + 1
             groups = [{**group, "params": [p + first for p in group["params"]]} for group in groups]
@@ -240,14 +245,14 @@ def merged(parts: Parts) -> SavedOptimizer:
 
 
 def title(path: Iterable[Any]) -> str:
-    """Return a path of :func:`named_entries` for people."""
+    """Return a path of :func:`named_entries` as text."""
     return ".".join(str(key[1]) if isinstance(key, tuple) else key for key in path)
 
 
 def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
-    """Return everything by its path, as :mod:`..sharded.entries` describes them: equal for equal contents in any format.
+    """Return all entries by path, as :mod:`..sharded.entries` lists them: the same paths for the same contents in any format.
 
-    Empty dicts and lists are entries, too. Two names that read the same, ``{1: ...}`` and ``{"1": ...}``, have two paths.
+    Empty dicts and lists are entries, too. Two keys with the same text, ``{1: ...}`` and ``{"1": ...}``, have different paths.
     """
     found: dict[tuple[Any, ...], Any] = {}
     for name, value in parts.model.items():
@@ -258,13 +263,12 @@ def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
     for name, optimizer in parts.optimizers.items():
         base = (OPTIMIZER, name) if name else (OPTIMIZER,)
         for parameter, entries in optimizer.state.items():
-            for key, value in entries.items():  # no entries are no state
+            for key, value in entries.items():  # a parameter without entries has no state
                 found.update(_walk(value, (*base, "state", parameter, _at(key))))
         for number, group in enumerate(optimizer.groups):
             found.update({(*base, "param_groups", str(number), key): value for key, value in group.items()})
         if optimizer.other is not None:
-            place_of_other = (*base, OTHER)
-            found[place_of_other] = optimizer.other
+            found.update({(*base, OTHER): optimizer.other})
     if parts.extra is not None:
         found.update(_walk(parts.extra, (EXTRA,)))
     for name, value in parts.other.items():
@@ -273,11 +277,12 @@ def named_entries(parts: Parts) -> dict[tuple[Any, ...], Any]:
 
 
 def _at(key: Any) -> Any:
-    """Return what stands for a key in a path, equal for keys of one type only: 1, True and "1" are three keys."""
+    """Return a key as part of a path, with its type unless that is str, since 1, True and "1" are three keys."""
     return key if isinstance(key, str) else (type(key), key)
 
 
 def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the leaves of nested values with their paths."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
             yield from _walk(value, (*path, _at(key)))
@@ -289,7 +294,7 @@ def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], A
 
 
 def without_wrappers(parts: Parts) -> None:
-    """Take the prefix of DDP or torch.compile off the names, where all of the model's have it."""
+    """Remove the prefix of DDP or torch.compile from all names, if all of the model's names have it."""
     for wrapper in sorted(filter(None, WRAPPERS), key=len, reverse=True):
         if parts.model and all(str(name).startswith(wrapper) for name in parts.model):
             cut = len(wrapper)

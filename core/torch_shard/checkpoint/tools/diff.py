@@ -1,4 +1,4 @@
-"""Two checkpoints of any formats, entry by entry; one tensor of each is in memory at a time."""
+"""Comparing two checkpoints of any formats entry by entry, with one tensor of each in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CHUNK = 1 << 20  # elements that are compared at a time
 
 @dataclass(frozen=True)
 class Difference:
-    """One entry that is not the same.
+    """An entry that differs.
 
     Attributes:
-        name: of the entry.
+        name: the entry's name.
         kind: "only in A", "only in B", "shape", "dtype", "values" or "object".
-        a, b: its shape, dtype or value in each; None where it is missing.
-        elements: how many differ, of how many.
-        total: elements of the tensor.
+        a, b: the entry's shape, dtype or value in each checkpoint; None where it is missing.
+        elements: the number of elements that differ.
+        total: the number of the tensor's elements.
         max_abs: the largest absolute difference.
     """
 
@@ -41,17 +41,17 @@ class Difference:
 
 
 def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[Any, ...], Any]]:
-    """Return the entries of two checkpoints by paths that are the same in both where their formats differ.
+    """Return the entries of two checkpoints by path, with the same paths in both even if their formats differ.
 
-    Optimizer state by number gets the names that the other one has, by position; wrappers' prefixes are taken off where
-    the other model has none; what only one of them calls ``extra`` is that in both.
+    Optimizer state by number gets the other checkpoint's names, by position. Prefixes of wrappers are removed if only one model
+    has them. Entries that are in ``extra`` of only one checkpoint are put there in the other one.
     """
     for parts, other in ((a, b), (b, a)):
         if parts.model and other.model and not parts.model.keys() & other.model.keys():
             without_wrappers(parts)
         if parts.extra is None and isinstance(other.extra, dict):
             parts.extra = {key: parts.other.pop(key) for key in list(parts.other) if key in other.extra} or None
-        if parts.listed and other.optimizers.keys() == {""}:  # which the sharded form makes of a list
+        if parts.listed and other.optimizers.keys() == {""}:  # as the sharded format has a list
             parts.optimizers, parts.listed = {"": merged(parts)}, False
     for name in a.optimizers.keys() & b.optimizers.keys():
         one, two = a.optimizers[name], b.optimizers[name]
@@ -63,6 +63,8 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[
 
 
 def _renamed(state: dict[str, Any], names: list[str]) -> SavedOptimizer:
+    """Return state by number as state by name, as far as there are names."""
+
     def name(number: Any) -> str:
         return names[number] if isinstance(number, int) and number < len(names) else str(number)
 
@@ -79,16 +81,16 @@ def compare(
     dtypes: bool = True,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Iterator[Difference]:
-    """Yield what differs, in the order of the first.
+    """Yield the differences of two checkpoints, in the order of the first one.
 
     Args:
-        a, b: of :func:`aligned`.
+        a, b: the results of :func:`aligned`.
         rtol, atol: how far elements may be apart, as in ``torch.isclose``; with both at 0 every bit counts.
-        dtypes: whether another dtype alone is a difference.
-        progress: is told of bytes of the first as they are compared.
+        dtypes: if True, another dtype alone is a difference.
+        progress: a function that is called with the number of bytes of each tensor of `a` that has been compared.
 
     Raises:
-        CheckpointError: an entry is damaged, or can't be unpickled without running code.
+        CheckpointError: an entry is damaged.
     """
     for path, one in a.items():
         name = title(path)
@@ -134,15 +136,15 @@ def _tensors(
 
 
 def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> tuple[int, float]:
-    """Return how many elements differ, and the largest absolute difference.
+    """Return the number of elements that differ, and the largest absolute difference.
 
     Args:
-        x, y: of one shape.
+        x, y: tensors of one shape.
         rtol, atol: as in ``torch.isclose``. With both at 0, values of one dtype are compared bit by bit: a NaN equals itself,
             and 0.0 does not equal -0.0.
     """
     count, largest = 0, 0.0
-    # A conjugated view has the bits of what it is a view of.
+    # A conjugated view has the bits of its base.
     one, two = (t.resolve_conj().resolve_neg().contiguous().view(-1) for t in (x, y))
     for start in range(0, one.numel(), _CHUNK):
         p, q = one[start : start + _CHUNK], two[start : start + _CHUNK]
@@ -164,7 +166,7 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
 
 
 def _canonical(value: Any) -> Any:
-    """Return what is equal for objects that are the same: of one type (a list and a tuple are one), and floats to the bit."""
+    """Return a value that is equal for equal objects: of the same type, and with the same bits. A list equals a tuple."""
     value = _memory(value)
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, bytes(bytes_of(row_major(value)))
@@ -172,5 +174,5 @@ def _canonical(value: Any) -> Any:
         return {(type(key), key): _canonical(own) for key, own in value.items()}
     if isinstance(value, (list, tuple)):
         return [_canonical(own) for own in value]
-    # The texts of floats tell -0.0 from 0.0, and are equal for NaN.
+    # The texts of -0.0 and 0.0 differ, and those of NaN are equal.
     return type(value), repr(value) if isinstance(value, (float, complex)) or value != value else value

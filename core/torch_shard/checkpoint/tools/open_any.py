@@ -1,7 +1,7 @@
-"""Any checkpoint, opened to be looked at: a tree of its entries, read one at a time. Not collective, and without a process group.
+"""Opening a checkpoint of any format as a tree of entries, which are read one at a time, by one process alone.
 
-The tree is what ``torch.load`` would give, but for its leaves: a tensor is a :class:`Stored`, which reads it, and an object of a
-sharded checkpoint a :class:`StoredObject`. :mod:`.classify` says what is model and what is optimizer in it.
+The tree is what ``torch.load`` would return, except for its leaves: a tensor is a :class:`Stored`, which reads it, and an object
+of a sharded checkpoint is a :class:`StoredObject`. :mod:`.classify` finds models and optimizers in it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
+from ...utils.tensor_memory import memory_key
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import Manifest
@@ -27,24 +28,24 @@ from ..sharded.entry_tree import Stored, StoredObject, tree_of
 __all__ = ["LIGHTNING_META", "Opened", "open_checkpoint"]
 
 LIGHTNING_META = "meta.pt"
-"""Beside DCP's files, Lightning's own: what is neither model nor optimizer."""
+"""The file that Lightning writes beside DCP's, with everything but model and optimizers."""
 
 SHARDED, DCP = "torch-shard", "dcp"
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A checkpoint.
+    """An opened checkpoint.
 
     Attributes:
-        path: of the directory or file.
-        format: "torch-shard" (this package's), "dcp" (another's, by torch.distributed.checkpoint), "torch" (one file) or
+        path: the directory or file.
+        format: "torch-shard" (this package's), "dcp" (another one of torch.distributed.checkpoint), "torch" (one file) or
             "safetensors".
-        tree: its entries, nested.
-        files: sizes in bytes by name.
-        manifest: of this package's.
-        module_versions: of the model's modules, where they are known.
-        saved_at: seconds since 1970, from the manifest or else the file's time.
+        tree: the entries, nested.
+        files: the sizes of the files in bytes, by name.
+        manifest: the manifest of this package's checkpoints, else None.
+        module_versions: the versions of the model's modules, as far as they are known.
+        saved_at: the time of the save in seconds since 1970; without a manifest that of the file.
     """
 
     path: Path
@@ -60,12 +61,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     """Open a checkpoint of any format that this package knows.
 
     Args:
-        path: a directory that this package, torch.distributed.checkpoint or Lightning wrote, one with model.safetensors or its
-            index, or a file of torch.save or safetensors.
+        path: a directory that this package, torch.distributed.checkpoint or Lightning wrote, or that holds model.safetensors or
+            its index; or a file of torch.save or safetensors.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or needs a newer version.
-        OSError: it can't be read.
+        CheckpointError: there is no checkpoint, it is damaged, or it needs a newer version of this package.
+        OSError: the checkpoint can't be read.
     """
     target = find(path)
     return _sharded(Checkpoint.open(target)) if kind_of(target) == "sharded" else _full(target)
@@ -91,6 +92,7 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
 
 
 def _rest(path: Path) -> Any:
+    """Return the contents of Lightning's own file."""
     return _Leaves(path, lambda name: path.name).of(open_full(path).values)
 
 
@@ -122,6 +124,7 @@ def _full(path: Path) -> Opened:
 
 
 def _model_of(values: Any) -> Any:
+    """Return the state dict in a torch file, which may be all of it."""
     for key in (MODEL, "state_dict"):
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
             return values[key]
@@ -129,13 +132,14 @@ def _model_of(values: Any) -> Any:
 
 
 class _Leaves:
-    """Nested values with a :class:`Stored` for each tensor, dicts and lists copied."""
+    """A copy of nested values with a :class:`Stored` in place of each tensor."""
 
     def __init__(self, path: Path, file_of: Callable[[str], str]) -> None:
         self._path, self._file_of = path, file_of
         self._around: set[int] = set()
 
     def of(self, tree: Any, path: tuple[Any, ...] = ()) -> Any:
+        """Return the copy of `tree`, which is at `path`."""
         if isinstance(tree, torch.Tensor):
             return self._stored(tree, ".".join(map(str, path)))
         if not isinstance(tree, (Mapping, list)) and type(tree) is not tuple:
@@ -155,7 +159,7 @@ class _Leaves:
             self._around.discard(id(tree))
 
     def _stored(self, tensor: torch.Tensor, name: str) -> Stored:
-        # Not their values: reading quantized ones byte by byte ends the process, and meta ones have none.
+        # Other kinds are refused: reading quantized tensors byte by byte ends the process, and meta tensors have no values.
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         kind = "meta" if tensor.is_meta else kind
         if kind != "strided" or tensor.is_nested:
@@ -163,12 +167,8 @@ class _Leaves:
                 f"{self._path}: {name} is a {'nested' if kind == 'strided' else kind} tensor, and only plain dense ones can be "
                 "read here. Save it as a dense tensor (tensor.to_dense(), tensor.dequantize()), or leave it out."
             )
-        at = tensor.data_ptr() if tensor.numel() else name
-        # Views that conjugate or negate have the place of what they are views of.
-        where = (at, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        place = memory_key(tensor) if tensor.numel() else name
         files = (self._file_of(name),)
-        return Stored(name, tensor.shape, tensor.dtype, where, files, lambda: _as_it_is(tensor))
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg()
+        return Stored(
+            name, tensor.shape, tensor.dtype, place, files, lambda: tensor.detach().resolve_conj().resolve_neg()
+        )

@@ -1,4 +1,4 @@
-"""A checkpoint of any format as one of this package's, written by one process that holds one tensor at a time."""
+"""Writing a checkpoint of any format as a sharded one, by one process that holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
-from ..format.atomic_directory import Saving, commit
+from ..format.atomic_directory import commit
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
+from ..full.output import beside
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, mapped, on_meta
 from ..sharded.save_plan import SavePlanner, decide
@@ -32,21 +33,20 @@ def write_sharded(
     *,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Write a checkpoint that ``engine.load`` reads, of one rank. Not collective.
+    """Write a sharded checkpoint of one rank, which ``engine.load`` reads. Not collective.
 
     Args:
         opened: the checkpoint.
-        parts: of it, those that are to be written.
-        target: a directory; a checkpoint that is there is replaced once the new one is complete.
-        progress: is told of bytes as they are written.
+        parts: its contents, as far as they are to be written.
+        target: a directory. A checkpoint at this path is replaced once the new one is complete.
+        progress: a function that is called with the number of bytes after each tensor.
 
     Raises:
-        CheckpointError: an entry is damaged, or what is at the target is no checkpoint.
-        OSError: the disk is full, for instance; nothing is left then.
+        CheckpointError: an entry is damaged, or something else than a checkpoint is at the target.
+        OSError: the disk is full, for instance. Then nothing is left at the target.
     """
     nonce = secrets.token_hex(8)
-    saving = Saving.begin(target, nonce)
-    try:
+    with beside(target, nonce) as saving:
         planner = _Planner(progress)
         planner.set_up_planner(planner.contents(parts), is_coordinator=True)
         (plan,), metadata = decide(planner, [planner.create_local_plan()])
@@ -58,31 +58,31 @@ def write_sharded(
         files[METADATA] = write_metadata(saving.path, metadata, [results], save_id)
         write_manifest(saving.path, _manifest(opened, parts, save_id, files))
         commit(saving, target)
-    finally:
-        saving.remove()
 
 
 class _Planner(SavePlanner):
-    """Plans with proxies, and reads each tensor when it is its turn to be written."""
+    """A planner that plans with proxies, and reads each tensor when that is written."""
 
     def __init__(self, progress: Callable[[int], object]) -> None:
         super().__init__()
         self.progress = progress
-        self.stored: dict[int, Stored] = {}  # by id of its proxy
+        self.stored: dict[int, Stored] = {}  # by the id of the proxy
 
     def proxy(self, stored: Stored) -> torch.Tensor:
+        """Return a meta tensor that stands for a stored one."""
         made = on_meta(stored)
         self.stored[id(made)] = stored
         return made
 
     def check(self, plan: SavePlan) -> None:
-        """Raise where a tensor is not in the plan: a proxy within an object would be written as nothing."""
+        """Raise if a tensor is not in the plan, since a proxy within an object would be written as nothing."""
         planned = {id(self.state_dict[item.index.fqn]) for item in plan.items}
         lost = [stored.name for number, stored in self.stored.items() if number not in planned]
         if lost:
             raise CheckpointError(f"{lost[0]} has no place in a sharded checkpoint ({len(lost)} tensors in all).")
 
     def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return what is written for an item of the plan."""
         stored = self.stored.get(id(self.state_dict[write_item.index.fqn]))
         if stored is None:
             return super().resolve_data(write_item)
@@ -92,21 +92,21 @@ class _Planner(SavePlanner):
             self.progress(stored.nbytes)
             return value
 
-        # Places in the other checkpoint say which tensors are tied.
+        # Tied tensors have the same place in the other checkpoint.
         return Deferred(stored.place, read)
 
-    # -- a checkpoint's contents in the form of :mod:`..sharded.entries`, with proxies for tensors --------------------
     def contents(self, parts: Parts) -> dict[str, Any]:
+        """Return a checkpoint's contents in the form of :mod:`..sharded.entries`, with proxies for tensors."""
         found: dict[str, Any] = {MODEL: self.fill(parts.model)} if parts.model else {}
         if parts.models:
             found[MODELS] = {name: self.fill(model) for name, model in parts.models.items()}
-        if parts.listed and not parts.lightning:  # as engine.save writes a list; Lightning's are by number
+        if parts.listed and not parts.lightning:  # as engine.save writes a list; Lightning has optimizers by number
             found[OPTIMIZER] = self.optimizer(merged(parts))
         elif parts.optimizers:
             optimizers = {name: self.optimizer(own) for name, own in parts.optimizers.items()}
             found[OPTIMIZER] = optimizers.get("", optimizers)
         extra, other = parts.extra, parts.other
-        # engine.load returns `extra`, so what is no tensor belongs there; tensors are not read into memory all at once.
+        # engine.load returns `extra`, so objects belong there. Tensors do not, since they would all be in memory at once.
         small = {}
         for key, value in other.items():
             if not any(isinstance(leaf, Stored) for _, leaf in leaves(value)):
@@ -127,17 +127,21 @@ class _Planner(SavePlanner):
         return found
 
     def fill(self, tree: Any) -> Any:
+        """Return nested values with proxies for tensors."""
         if isinstance(tree, Stored):
             return self.proxy(tree)
         if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
             return {key: self.fill(value) for key, value in tree.items()}
         if isinstance(tree, list):
             return [self.fill(value) for value in tree]
-        return _read(tree)  # other keys have no names in a checkpoint: one object with its tensors
+        return _read(
+            tree
+        )  # a dict with other keys, which have no names in a checkpoint, is one object with its tensors
 
     def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
+        """Return an optimizer's state dict, by name if the names are known."""
         found: dict[str, Any] = {}
-        if own.of_parameter:  # in torch's flattened form, which says nothing of groups
+        if own.of_parameter:  # torch's flattened form has no groups
             for kind, table in (("state", own.state), ("param_groups", own.of_parameter)):
                 for name, entries in table.items():
                     found.update({f"{kind}.{name}.{key}": self.fill(value) for key, value in entries.items()})
@@ -154,14 +158,14 @@ class _Planner(SavePlanner):
 
 
 def _given_names(own: SavedOptimizer, groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Return names by number, where the optimizer was made of named parameters, so that its groups say them."""
+    """Return the parameters' names by number, if the groups have them, since the optimizer was made of named parameters."""
     if not own.numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
         return {}
     return {str(p): name for g in groups for p, name in zip(g["params"], g.get("param_names", ()), strict=True)}
 
 
 def _read(tree: Any) -> Any:
-    """Return nested values with their tensors in memory."""
+    """Return nested values with their tensors read into memory."""
     return mapped(tree, lambda leaf: leaf.read().clone() if isinstance(leaf, Stored) else leaf)
 
 
@@ -178,7 +182,7 @@ def _manifest(opened: Opened, parts: Parts, save_id: str, files: dict[str, FileR
                 "name": name,
                 "shape": list(value.shape),
                 "dtype": str(value.dtype).removeprefix("torch."),
-                # Unknown where the other checkpoint does not tell parameters from buffers.
+                # None if the other checkpoint does not distinguish parameters from buffers.
                 "trainable": None if known is None else known[name]["trainable"],
             }
         )

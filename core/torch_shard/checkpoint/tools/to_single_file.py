@@ -1,4 +1,4 @@
-"""A checkpoint as one file of torch.save, or as safetensors. One tensor is in memory at a time."""
+"""Writing a checkpoint as one file of torch.save or as safetensors, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def write_torch(
     target: Path,
     progress: Progress = lambda nbytes: None,
 ) -> None:
-    """Write a file that ``torch.load(weights_only=True)`` reads; see :mod:`.torch_layout` for what is in it.
+    """Write a file that ``torch.load(weights_only=True)`` reads; :mod:`.torch_layout` describes its structure.
 
     Args:
-        opened, parts: the checkpoint.
-        target: of the file, which appears when it is complete.
-        progress: is told of bytes as they are read.
+        opened, parts: the checkpoint and its contents.
+        target: the path of the file, which appears when it is complete.
+        progress: a function that is called with the number of bytes after each tensor.
 
     Raises:
-        CheckpointError: an entry is damaged, or can't be unpickled without running code.
-        OSError: the disk is full, for instance; nothing is left then.
+        CheckpointError: an entry is damaged, or the target is a directory.
+        OSError: the disk is full, for instance. Then nothing is left at the target.
     """
     slots = Slots()
     structure = torch_structure(parts, slots, opened.module_versions)
@@ -52,21 +52,23 @@ def write_safetensors(
     max_shard_size: int = 5 * 10**9,
     progress: Progress = lambda nbytes: None,
 ) -> list[str]:
-    """Write the models of a checkpoint; the format has nothing but named tensors.
+    """Write the tensors of a checkpoint's models, which are all that the format can hold.
 
     Args:
-        parts: of the checkpoint.
-        target: one file if it ends in ``.safetensors``, else a directory for ``model.safetensors``, or several and their index.
-        max_shard_size: bytes in one file of a directory; one file is in memory at a time.
-        progress: is told of bytes as they are read.
+        parts: the checkpoint's contents.
+        target: one file if it ends in ``.safetensors``, else a directory for ``model.safetensors``, or for several files and
+            their index.
+        max_shard_size: the limit in bytes for a file in a directory. One file is in memory at a time.
+        progress: a function that is called with the number of bytes after each tensor.
 
     Returns:
-        The names of entries of the models that are left out, since they are no tensors.
+        The names of the models' entries that are no tensors and are left out.
 
     Raises:
-        CheckpointError: an entry is damaged, or of a dtype that the format does not have.
+        CheckpointError: an entry is damaged, or the format does not have its dtype.
+        ConfigError: two tensors would have the same name.
         UnavailableError: the safetensors library is not installed.
-        OSError: the disk is full, for instance; nothing is left then.
+        OSError: the disk is full, for instance. Then nothing is left at the target.
     """
     tensors, tied, left_out = _tensors(parts)
     entries = {name: (stored.shape, stored.dtype) for name, stored in tensors.items()}
@@ -79,7 +81,7 @@ def write_safetensors(
 
 
 def _tensors(parts: Parts) -> tuple[dict[str, Stored], dict[str, str], list[str]]:
-    """Return what is stored under which name, the further names of tied tensors, and what is no tensor."""
+    """Return the tensors by name, the further names of tied tensors, and the names of entries that are no tensors."""
     found: dict[str, Stored] = {}
     names: dict[Any, str] = {}
     tied: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""What a checkpoint becomes as one file of torch.save: the structure, with a slot for each tensor.
+"""The structure of a checkpoint in one file of torch.save, with a slot for each tensor.
 
-One of this package's goes to ``{"model", "optimizer", "extra"}``, the optimizer as ``optimizer.state_dict()`` has it; one of
-Lightning's to what a Trainer on one device writes; a model alone to its state dict.
+A checkpoint becomes ``{"model", "optimizer", "extra"}``, the optimizer as ``optimizer.state_dict()`` has it. A checkpoint of
+Lightning becomes what a Trainer on one device writes, and a model alone its state dict.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Slots", "numbered", "torch_structure"]
 
 
 class Slots:
-    """Slots for stored tensors: one for all names of one memory.
+    """Slots for stored tensors; tied tensors share a slot.
 
     Attributes:
-        of: what has to be written, in order.
+        of: the slots, each with the tensor that has to be written, in order.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Slots:
         self._known: dict[Any, Slot] = {}
 
     def fill(self, tree: Any) -> Any:
-        """Return the same values with slots for tensors."""
+        """Return nested values with slots in place of tensors."""
 
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, Stored):
@@ -48,9 +48,9 @@ def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> 
     """Return the structure of a torch file.
 
     Args:
-        parts: of the checkpoint.
-        slots: takes the tensors.
-        versions: of the model's modules, for ``load_state_dict``.
+        parts: the checkpoint's contents.
+        slots: gets a slot for each tensor.
+        versions: the versions of the model's modules, for ``load_state_dict``.
     """
     model = _state_dict(parts.model, slots, versions)
     models = {name: _state_dict(own, slots, {}) for name, own in parts.models.items()}
@@ -74,7 +74,7 @@ def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> 
 
 
 def _free(key: str, given: str, parts: Parts) -> str:
-    """Return the usual key, or the checkpoint's where something else has that ({"model": "resnet50", "state_dict": ...})."""
+    """Return the usual key, or the checkpoint's own if another entry has that: {"model": "resnet50", "state_dict": ...}."""
     if key not in parts.other:
         return key
     if given in parts.other:
@@ -93,7 +93,7 @@ def _state_dict(model: Mapping[str, Any], slots: Slots, versions: Mapping[str, A
 
 
 def numbered(optimizer: SavedOptimizer) -> dict[str, Any]:
-    """Return an optimizer's state as ``optimizer.state_dict()`` has it: a parameter's number is its position in the groups."""
+    """Return an optimizer's state as ``optimizer.state_dict()`` has it, where numbers are positions in the groups."""
     state: dict[Any, Any] = {}
     groups = []
     numbers: dict[str, int] = {}

@@ -40,12 +40,12 @@ _BLOCK = 4 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """Damage of a checkpoint.
 
     Attributes:
-        file: its name, "" where it is none's alone.
-        entries: that it concerns, as the checkpoint names them.
-        text: what it is.
+        file: the name of the damaged file; "" if the damage is not in one file alone.
+        entries: the entries that are damaged, as the checkpoint names them.
+        text: the description of the damage.
     """
 
     file: str
@@ -64,18 +64,18 @@ def size_to_verify(path: str | os.PathLike[str]) -> int:
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lambda nbytes: None) -> list[Problem]:
-    """Read a whole checkpoint of any format and say what is wrong with it.
+    """Read all of a checkpoint of any format, and return what is damaged or missing.
 
     Args:
-        path: of the directory or file.
-        progress: is told of bytes as they are read.
+        path: the directory or file.
+        progress: a function that is called with the number of bytes after each read.
 
     Returns:
-        What is damaged or missing; nothing where the checkpoint is good.
+        The problems; none if the checkpoint is good.
 
     Raises:
-        CheckpointError: there is no checkpoint at all, or a newer version's.
-        OSError: it can't be read.
+        CheckpointError: there is no checkpoint, or a newer version of this package wrote it.
+        OSError: the checkpoint can't be read.
     """
     target = find(path)
     if kind_of(target) != "sharded":
@@ -102,8 +102,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
 
 
 def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Verify every block of a file, by the manifest's marks."""
-
+    """Verify every block of a file by the manifest's checksums."""
     try:
         size = os.stat(folder / name).st_size
         file = CheckedFile(folder, name, record)
@@ -131,7 +130,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 
 
 def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
-    """Verify that metadata and manifest have the same entries at the same places, and each element of a tensor once."""
+    """Verify that metadata and manifest list the same entries at the same places, and each element of a tensor once."""
     known, storage = checkpoint.metadata.state_dict_metadata, checkpoint.metadata.storage_data
     said = {
         (file, item.name, item.offsets, item.start, item.length)
@@ -161,6 +160,7 @@ def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterato
 
 
 def _offsets(found: Any, index: MetadataIndex) -> tuple[int, ...] | None:
+    """Return the offsets of a part as the manifest has them: None for an object."""
     is_tensor = isinstance(found, TensorStorageMetadata)
     return tuple(index.offset) if is_tensor and index.offset is not None else None
 
@@ -169,7 +169,7 @@ def _offsets(found: Any, index: MetadataIndex) -> tuple[int, ...] | None:
 
 
 def _entries_of_dcp(checkpoint: Checkpoint, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Read entries of torch's own writer: archives with checksums, which torch does not compare when it loads."""
+    """Read entries of torch's own writer, which are archives with checksums that torch does not compare when it loads."""
     places: dict[str, list[Any]] = {}
     for index, info in checkpoint.metadata.storage_data.items():
         places.setdefault(index.fqn, []).append(info)
@@ -192,25 +192,25 @@ def _entries_of_dcp(checkpoint: Checkpoint, progress: Callable[[int], object]) -
 
 
 def _refused_class(error: BaseException) -> bool:
-    """Return True if the bytes are good and hold a class that the reader does not know, which is for the reader to say."""
+    """Return True if the error is about a class that the reader does not know, which is no damage."""
     text = f"{error} {error.__cause__ or ''}"
     return "could run code" in text and ("GLOBAL" in text or "Unsupported global" in text)
 
 
 def _damage(error: Exception) -> str:
-    """Return what reading something damaged has led to.
+    """Return the text of an error that damage has led to.
 
     Raises:
-        OSError: it is the disk's own error, so that nothing is known of the data.
+        OSError: the error is the disk's own, so that nothing is known about the data.
     """
-    # A damaged archive may lead to a place that is none.
+    # A damaged archive may lead to a place that does not exist.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL, errno.ENOENT):
         raise error
     return str(error) or type(error).__name__
 
 
 def _verify_archive(file: IO[bytes], progress: Callable[[int], object] = lambda nbytes: None) -> None:
-    """Read an archive of torch.save. The first damaged member is an error, of whatever class damage leads zipfile to."""
+    """Read an archive of torch.save. The first damaged member raises an error, which may have any class."""
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             with archive.open(info) as member:
@@ -222,7 +222,7 @@ def _verify_archive(file: IO[bytes], progress: Callable[[int], object] = lambda 
 
 
 def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
-    """Verify a torch file, or safetensors, of which headers, sizes and the index are all that can be compared."""
+    """Verify a torch file by its checksums, and safetensors by their headers, sizes and index."""
     kind = kind_of(path)
     if kind == "torch":
         try:
