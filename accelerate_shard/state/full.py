@@ -283,8 +283,5 @@ class FullOptimizer:
             return
         try:
             load_optimizer_by_name(self._engine, self.optimizer, self._names, self._given)
-        except Exception as error:  # raised by the optimizer, or by the user's hooks on it
-            raise StateDictError(
-                f"{self.path}: {type(self.optimizer).__name__} could not be loaded, but the parameters have been; load again "
-                f"before training goes on: {type(error).__name__}: {error}"
-            ) from error
+        except StateDictError as error:
+            raise StateDictError(f"{self.path}: {error}") from error

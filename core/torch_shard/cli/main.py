@@ -59,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ShardError, OSError) as error:
-        print(f"torch-shard: {_one_line(error)}", file=sys.stderr)
+        advice = (
+            "" if isinstance(error, ShardError) else ". Check the path, its permissions and the free space of its disk."
+        )
+        print(f"torch-shard: {_one_line(error)}{advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("torch-shard: interrupted", file=sys.stderr)
@@ -67,21 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # exit code 1 would mean that a checkpoint is damaged or different
         given = vars(arguments) if arguments is not None else {}
         paths = " and ".join(given[key] for key in ("checkpoint", "a", "b") if key in given)
-        text = (
-            f"{paths} can't be read or written here ({type(error).__name__}: {_lines(error)}). Save it as plain tensors"
-        )
+        text = f"{paths} can't be read or written here ({type(error).__name__}: {_one_line(error)}). Save it as plain tensors"
         print(f"torch-shard: {text}, or report this as an error of torch-shard.", file=sys.stderr)
         return 2
 
 
 def _one_line(error: Exception) -> str:
-    text = _lines(error)
-    if isinstance(error, ShardError):
-        return text
-    return f"{text}. Check the path, its permissions and the free space of its disk."
-
-
-def _lines(error: Exception) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 

@@ -30,7 +30,6 @@ from ..checkpoint.sharded.extra_shards import joined, mapped, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
 from ..engine import Engine
-from ..optim.matrix import state as owned_state
 from ..state import optimizer_state as named_state
 
 __all__ = [
@@ -137,9 +136,6 @@ def load_optimizer_by_name(engine: Engine, optimizer: Any, names: dict[int, str]
     """Load full state by name, which fits; this rank keeps its shards of it. Not collective; call it on all ranks.
 
     Raises:
-        Exception: what the optimizer's own ``load_state_dict``, or the user's hooks of it, raise.
+        StateDictError: the optimizer's own ``load_state_dict``, or one of the user's hooks of it, failed.
     """
-    elsewhere = owned_state.elsewhere(engine._runtime, optimizer, names, given["state"])
-    state = named_state.by_number(optimizer, names, given, elsewhere, in_place=True)
-    optimizer.load_state_dict(state)
-    named_state.keep_as_saved(optimizer, state["state"])
+    named_state.load_by_name(engine._runtime, optimizer, names, given)

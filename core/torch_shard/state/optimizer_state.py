@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,6 +311,36 @@ def by_number(
             own = optimizer.state.get(p, {}) if in_place else {}
             state[number] = {key: own_shard(p, key, value, own.get(key)) for key, value in entries.items()}
     return {"state": state, "param_groups": groups_by_number(optimizer, names, state_dict["param_groups"])}
+
+
+def load_by_name(
+    runtime: Runtime,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    state_dict: Mapping[str, Any],
+    change: Callable[[dict[Any, Any]], None] = lambda state: None,
+) -> None:
+    """Load full state by name, which fits; this rank keeps its shards of it. Not collective; call it on all ranks.
+
+    Args:
+        runtime, optimizer, names, state_dict: as for :func:`by_number`.
+        change: a function that is called with the state by number, to change it before it is loaded.
+
+    Raises:
+        StateDictError: the optimizer's own ``load_state_dict``, or one of the user's hooks of it, failed.
+    """
+    # This gives parameters owners, the same on all ranks.
+    elsewhere = matrix_state.elsewhere(runtime, optimizer, names, state_dict["state"])
+    try:
+        given = by_number(optimizer, names, state_dict, elsewhere, in_place=True)
+        change(given["state"])
+        optimizer.load_state_dict(given)
+    except Exception as error:
+        raise StateDictError(
+            f"{type(optimizer).__name__} could not be loaded, but the parameters have been; load again before training goes on: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    keep_as_saved(optimizer, given["state"])
 
 
 def groups_by_number(

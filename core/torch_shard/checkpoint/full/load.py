@@ -7,6 +7,7 @@ number. :func:`parts_of` finds both, and everything is compared before anything 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,6 @@ from ...comm.collective_steps import broadcast, each
 from ...errors import CheckpointError, ConfigError, StateDictError
 from ...numerics.stochastic_rounding import state_dtype
 from ...optim.engines_of_optimizer import params_of
-from ...optim.matrix import state as matrix_state
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
@@ -56,11 +56,11 @@ def load_full(
 
     work = each(runtime, what, prepare, key=lambda found: (found.file.fingerprint(), dtype))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
-    each(runtime, what, work.read_optimizers, nonce=f"{nonce}/optimizers")
     each(runtime, what, work.load_model, nonce=f"{nonce}/model")
     runtime.parameters_changed()
     runtime.forget_residuals()
-    return each(runtime, what, work.apply)
+    each(runtime, what, work.load_optimizers, nonce=f"{nonce}/optimizers")
+    return work.extra
 
 
 @dataclass(frozen=True)
@@ -158,27 +158,7 @@ class FullLoad:
             for into, found in zip((missing, unexpected, problems), lists, strict=True):
                 into += [f"{OPTIMIZER}: {text}" for text in found]
         refuse_mismatches(self.file.path, missing, unexpected, problems + self.problems)
-
-    def read_optimizers(self) -> None:
-        """Copy this rank's shards of optimizer state, which fits, into the optimizer's own state or into new memory."""
-        self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so before anything is changed
-        self.found: list[dict[str, Any]] = []
-        for own, names, state in self.optimizers:
-            # This gives parameters owners, the same on all ranks, which changes nothing in training.
-            elsewhere = matrix_state.elsewhere(self.runtime, own, names, state["state"])
-            self.found.append(optimizer_state.by_number(own, names, state, elsewhere, in_place=True))
-            if self.dtype is not None:
-                self._convert(own, names, self.found[-1]["state"])
-
-    def _convert(self, optimizer: Any, names: Mapping[int, str], state: dict[Any, dict[str, Any]]) -> None:
-        """Convert state, in place, that had its parameter's dtype in the file to the dtype that the parameter has here."""
-        for number, p in enumerate(params_of(optimizer)):
-            saved = self.model.get(names[id(p)])
-            if not isinstance(saved, torch.Tensor) or saved.dtype == p.dtype:
-                continue
-            for key, value in state.get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.dtype == saved.dtype and key != "step":
-                    state[number][key] = _converted(value, state_dtype(p))
+        self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so it comes before anything is changed
 
     def load_model(self) -> None:
         """Copy this rank's shards of the model's entries, which fit, into the model."""
@@ -190,18 +170,24 @@ class FullLoad:
                 f"again before training goes on: {type(error).__name__}: {error}"
             ) from error
 
-    def apply(self) -> Any:
-        """Load the optimizers, and return what was saved as extra."""
-        for (own, _, _), state in zip(self.optimizers, self.found, strict=True):
+    def load_optimizers(self) -> None:
+        """Copy this rank's shards of optimizer state, which fits, into the optimizers."""
+        for own, names, state in self.optimizers:
+            change = functools.partial(self._convert, own, names)
             try:
-                own.load_state_dict(state)
-            except Exception as error:  # the optimizer's own, or the user's hooks of it
-                raise StateDictError(
-                    f"{self.file.path}: {type(own).__name__} could not be loaded, but the parameters have been; load again "
-                    f"before training goes on: {type(error).__name__}: {error}"
-                ) from error
-            optimizer_state.keep_as_saved(own, state["state"])
-        return self.extra
+                optimizer_state.load_by_name(self.runtime, own, names, state, change)
+            except StateDictError as error:
+                raise StateDictError(f"{self.file.path}: {error}") from error
+
+    def _convert(self, optimizer: Any, names: Mapping[int, str], state: dict[Any, dict[str, Any]]) -> None:
+        """Convert state, in place, that had its parameter's dtype in the file to the dtype that the parameter has here."""
+        for number, p in enumerate(params_of(optimizer) if self.dtype is not None else ()):
+            saved = self.model.get(names[id(p)])
+            if not isinstance(saved, torch.Tensor) or saved.dtype == p.dtype:
+                continue
+            for key, value in state.get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == saved.dtype and key != "step":
+                    state[number][key] = _converted(value, state_dtype(p))
 
 
 def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
