@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -175,13 +174,7 @@ class OptimizerLoad:
             if entries and not self.elsewhere.get(id(p), False):
                 own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
                 state[number] = mapped(entries, own_values)
-        groups = []
-        numbers = itertools.count()
-        for group, given in zip(self.optimizer.param_groups, self.given["param_groups"], strict=True):
-            own = {**given, "params": list(itertools.islice(numbers, len(group["params"])))}
-            if "param_names" in given:
-                own["param_names"] = [self.names[id(p)] for p in group["params"]]
-            groups.append(own)
+        groups = optimizer_state.groups_by_number(self.optimizer, self.names, self.given["param_groups"])
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         optimizer_state.keep_as_saved(self.optimizer, state)
 
