@@ -1,9 +1,9 @@
 """Activation checkpointing: layers keep their inputs alone, and compute the rest again in backward.
 
-A layer's ``forward`` is replaced, inside of its hooks: neither a wrapper module, which would change names in state dicts, nor the
-hooks that gather a unit, which must not run a second time in backward. That is how transformers checkpoints its own layers; their
+A layer's ``forward`` is replaced, inside of its hooks. A wrapper module would change names in state dicts, and the hooks that
+gather a unit must not run a second time in backward. transformers checkpoints its own layers in the same way; its
 ``gradient_checkpointing_enable`` is not used, since it covers every layer of the model, some models have none, and in others it
-also changes what the model returns. A layer on which the user has switched it on is left to it.
+also changes what the model returns. A layer on which the user has switched that on is left to it.
 
 The inputs of chosen layers wait for backward in host memory: :mod:`.activation_offload`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .activation_offload import ActivationOffload
+from .config.checks import checked_modules
 from .config.shard_config import Units
 from .errors import ConfigError
 from .log import logger
@@ -39,17 +40,7 @@ def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bo
     Raises:
         ConfigError: it is something else than :data:`Layers`.
     """
-    if isinstance(chosen, bool):
-        return chosen
-    entries = None if isinstance(chosen, (str, nn.Module)) or not isinstance(chosen, Iterable) else tuple(chosen)
-    if entries is None or not all(
-        (isinstance(entry, str) and entry) or (isinstance(entry, type) and issubclass(entry, nn.Module))
-        for entry in entries
-    ):
-        raise ConfigError(
-            f"{setting} must be True, False, or a sequence of module classes and names of such, not {chosen!r}."
-        )
-    return entries
+    return chosen if isinstance(chosen, bool) else checked_modules(setting, chosen)
 
 
 @contextlib.contextmanager
@@ -167,8 +158,6 @@ class _Recomputed:
         if not (layer.training and torch.is_grad_enabled()):
             return self.forward(*args, **kwargs)
         if getattr(layer, "gradient_checkpointing", False):
-            if self.offload is not None:
-                _warn_of_own_checkpointing()
             return self.forward(*args, **kwargs)
         kwargs = _without_cache(kwargs)
         if self.offload is None:
@@ -225,11 +214,3 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _warn_of_caches() -> None:
     logger.warning("activation_checkpointing: layers do not use caches of keys and values in training.")
-
-
-@functools.cache
-def _warn_of_own_checkpointing() -> None:
-    logger.warning(
-        "activation_offload: the model's own gradient_checkpointing was switched on after it was set up, and keeps the inputs of "
-        "the layers on the device. Leave it out: activation_offload computes activations again, too."
-    )

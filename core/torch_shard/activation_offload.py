@@ -1,4 +1,4 @@
-"""Activation offload: what checkpointed layers keep, their inputs, waits for backward in host memory.
+"""Activation offload: the inputs that checkpointed layers keep wait for backward in host memory.
 
 One step, of three layers; each line is a stream of a GPU::
 
@@ -12,10 +12,10 @@ copy waits for it. The input of the last layer stays until backward, which needs
 copy back of the input of the one before it is started; the one before is that of the forward, whatever it was.
 
 The copies are made by torch's saved-tensor hooks. They are around the call of the checkpoint, and so see what it keeps. Inside
-of it they would take the place of the hooks that checkpointing is made of, and the layer would keep all that it computes; for
-the same reason nothing is done where some other hook is in force: a checkpoint around the layer, or the user's ``save_on_cpu``.
+of it they would replace the hooks that checkpointing is made of, and the layer would keep all that it computes. For the same
+reason nothing is copied where other hooks are in force: a checkpoint around the layer, or the user's ``save_on_cpu``.
 
-Without a GPU the copies are the same, between two places in host memory.
+Without a GPU the same copies are made between two places in host memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ActivationOffload:
         self.min_bytes = min_bytes
         self.copied_out = self.copied_back = self.late = 0
         self._devices: dict[torch.device, _Device] = {}
-        # By weak references all of it: the graph alone holds what is kept, so that nothing is left of one that is dropped.
+        # All references are weak: the graph alone holds what is kept, so that nothing is left of a graph that is dropped.
         self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
         self._on_device: list[weakref.ref[_Copy]] = []
         self._last: weakref.ref[_Call] | None = None
@@ -87,7 +87,7 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that are held now, whether in use or for the next step."""
+        """The bytes of host memory that are held now, in use or for the next step."""
         return sum(device.pool.held for device in self._devices.values())
 
     @property
@@ -98,16 +98,16 @@ class ActivationOffload:
         return sum(device.pool.in_use for device in self._devices.values())
 
     def inputs(self) -> contextlib.AbstractContextManager[Any]:
-        """Around one call of a checkpoint: what it keeps waits for backward in host memory.
+        """Have what one call of a checkpoint keeps wait for backward in host memory. To be entered around that call.
 
-        Does nothing inside of another checkpoint, which keeps nothing of what is in it, in what backward computes again, and
+        It does nothing inside of another checkpoint, which keeps nothing of what is in it, in what backward computes again, and
         where other hooks for saved tensors are in force.
 
         Raises (in the forward):
             HostMemoryError: there is no host memory for it, on this rank.
 
         Raises (in backward):
-            ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises then, too.
+            ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises an error then, too.
         """
         if graph_task() != -1 or _hooks_in_force(True) is not None:
             return contextlib.nullcontext()
@@ -124,13 +124,13 @@ class ActivationOffload:
                 copy.let_go()
 
     def _copy(self, tensor: torch.Tensor) -> _Copy | None:
-        """Return a tensor's copy on the host, which may be under way, or None where the tensor stays where it is."""
+        """Return a tensor's copy on the host, which may still be under way; None where the tensor stays on the device."""
         if not self.moves(tensor):
             return None
         storage, version = tensor.untyped_storage(), tensor._version
         key = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), version)
         copy = self._copies.get(key)
-        # The address may be that of other memory by now.
+        # The address may belong to other memory by now.
         if copy is None or copy.storage() is not storage:
             copy = _Copy(self, tensor, storage, version)
             self._copies[key] = copy
@@ -141,7 +141,7 @@ class ActivationOffload:
         return copy
 
     def moves(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` is one of those that are copied."""
+        """Return True if `tensor` is copied to the host, rather than kept on the device."""
         return (
             # Not parameters, ShardTensors and other classes, whose memory is their own affair.
             type(tensor) is torch.Tensor
@@ -173,8 +173,6 @@ class _Device:
 class _OnDevice:
     """Memory on the device that a side stream reads (a tensor being copied out) or writes (one coming back)."""
 
-    __slots__ = ("__weakref__", "event", "stream", "tensor", "version", "waited")
-
     def __init__(self, tensor: torch.Tensor, version: int, event: Any, stream: Any) -> None:
         self.tensor, self.version, self.event, self.stream = tensor, version, event, stream
         self.waited = event is None
@@ -194,17 +192,12 @@ class _OnDevice:
 
     def __del__(self) -> None:
         if not self.waited:
-            # A graph was dropped with a copy under way. No stream is known here that could wait, so the allocator has to.
+            # A graph was dropped with a copy under way. No stream is known here that could wait, so the allocator has to wait.
             self.tensor.record_stream(self.stream)
 
 
 class _Copy:
     """The values of one tensor on the host."""
-
-    __slots__ = (
-        "__weakref__", "buffer", "device", "dtype", "host", "live", "nbytes", "offload", "own", "shape", "source", "storage",
-        "stride", "was_changed",
-    )  # fmt: skip
 
     def __init__(
         self, offload: ActivationOffload, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int
@@ -228,7 +221,7 @@ class _Copy:
             self.own.pool.give(self.buffer)
 
     def _run(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy; return the event behind it."""
+        """Copy `source` to `target` on `stream`; return the event behind the copy, None without a GPU."""
         if stream is None:
             target.copy_(source)
             return None
@@ -244,7 +237,7 @@ class _Copy:
         return self.buffer.event
 
     def on_device(self) -> tuple[_OnDevice, bool]:
-        """Return the values on the device, which may be on their way, and True if they had to be copied for this."""
+        """Return the values on the device, which may be on their way, and True if a copy had to be started for this."""
         there = self.source or self.live()
         if there is not None:
             return there, False
@@ -258,7 +251,7 @@ class _Copy:
         return there, True
 
     def stay(self, tensor: torch.Tensor, version: int) -> None:
-        """Keep the tensor on the device while another layer that has it runs: it may be the last, where backward begins."""
+        """Keep the tensor on the device while another layer that takes it runs: backward may begin at that layer."""
         self.source = _OnDevice(tensor.detach(), version, None, None)
         self.live = weakref.ref(self.source)
 
@@ -274,11 +267,9 @@ class _Copy:
 class _Kept:
     """What autograd keeps in place of a tensor."""
 
-    __slots__ = ("__weakref__", "copy", "there")
-
     def __init__(self, copy: _Copy) -> None:
         self.copy = copy
-        self.there: _OnDevice | None = None  # asked for
+        self.there: _OnDevice | None = None  # set while it is wanted on the device
 
     def ask(self) -> bool:
         """Start to copy the tensor back, unless it is on the device; return True if a copy was started."""
@@ -305,7 +296,7 @@ class _Kept:
 
 
 class _Call:
-    """One call of a checkpoint. What is kept of it comes back together."""
+    """One call of a checkpoint. All tensors that are kept of it come back together."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self.offload = offload
@@ -335,7 +326,7 @@ class _Call:
         return kept.take()
 
     def _ask(self, task: int) -> int:
-        """Ask for all that is kept, once in a backward; return how many copies that has started."""
+        """Ask for all tensors that are kept, once in a backward; return how many copies were started."""
         if self.asked == task:
             return 0
         self.asked = task

@@ -27,15 +27,10 @@ from .unshard.full_values import local_grads
 def close_units(
     runtime: Runtime, optimizers: Iterable[torch.optim.Optimizer] = (), model: nn.Module | None = None
 ) -> None:
-    """Turn every sharded parameter into a full plain ``nn.Parameter``, the same object. Collective.
+    """Turn every sharded parameter into a full plain ``nn.Parameter``, the same object; see :meth:`.Engine.close`. Collective.
 
-    Values, gradients (reduced, full), ``requires_grad``, attributes and hooks are kept. Hooks see the local gradient and are
-    called once ``.grad`` is accumulated, as in plain torch. The state of `optimizers` becomes full and plain, too; the state
-    of any other optimizer stays sharded and can't be used. Every rank needs memory for the full model.
-
-    Raises:
-        UnitStateError: inside a forward or ``engine.gathered``, or if a parameter can't be swapped because of weak
-            references to it or a live graph over it. Nothing has changed then.
+    ``requires_grad``, attributes and hooks are kept. Hooks see the local gradient and are called once ``.grad`` is accumulated,
+    as in plain torch.
     """
     error: Exception | None = None
     optimizers = list(optimizers)

@@ -17,7 +17,7 @@ __all__ = ["from_files"]
 def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Have :func:`shard` fill a model that is on the meta device from a full checkpoint. Not collective.
 
-    Each rank then reads its slices of the parameters and nothing else, so that no rank's memory ever holds more of the model
+    Each rank then reads its shards of the parameters and nothing else, so that no rank's memory ever holds more of the model
     than that. Buffers that the checkpoint has are read now. Those that it does not have (non-persistent ones) stay as they are;
     on meta they are made by ``reset_parameters`` or ``ShardConfig.init_fn``, in ``shard``. Every rank must call it with the same
     files; they must stay where they are until then.

@@ -58,7 +58,7 @@ class Engine:
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
 
-    # -- what it is ---------------------------------------------------------------------------------------------
+    # -- the model and its ranks ---------------------------------------------------------------------------------------------
     @property
     def model(self) -> nn.Module:
         """The sharded module, the same object that was given to :func:`shard`."""
@@ -102,7 +102,7 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------------
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward reduces gradients; :meth:`no_sync` switches it off. Set it equally on all ranks."""
+        """True if the next backward reduces gradients; :meth:`no_sync` sets it to False. Set it equally on all ranks."""
         return self._runtime.require_sync
 
     @require_backward_grad_sync.setter
@@ -644,7 +644,7 @@ class Engine:
     def _abandon(self) -> None:
         """Leave the model with this rank's shards as parameters, with which nothing can be computed. Not collective.
 
-        For deep copies that only hold values, as averages of the weights do.
+        This is for deep copies that only hold values, as averages of the weights do.
         """
         self._let_go(list(self.units))
 
@@ -716,6 +716,6 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that shards `model`, the module that was given to :func:`shard`, or None. Not collective."""
+    """Return the engine that shards `model`, the module that was given to :func:`shard`, or None. Not collective."""
     found: Engine | None = registry.engine_of(model)
     return found

@@ -102,9 +102,9 @@ class ReplacedParameterError(ShardError):
 
 
 class NeedsGatherError(ShardError):
-    """An operation on a sharded tensor needs the whole of it, and can't have that.
+    """An operation needs the full values of a sharded tensor, which are not gathered.
 
-    It is no TypeError on purpose: torch takes one in ``a @ b`` or ``a * b`` for "not implemented" and
+    This is no TypeError on purpose: torch takes a TypeError in ``a @ b`` or ``a * b`` for "not implemented" and
     replaces it by a message of its own.
 
     Raised: for access to the memory of a sharded tensor (``numpy()``, ``data_ptr()``); for views of
@@ -119,7 +119,7 @@ class ShardPicklingError(ShardError, TypeError):
     """A sharded tensor was about to be pickled.
 
     Raised: by ``pickle``, ``torch.save`` and everything that uses them, since one rank would write
-    only its own slice.
+    only its own shard.
     Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them, with a
     ``torch.distributed.barrier()`` behind it on all; for optimizers ``engine.optim_state_dict(optimizer)``.
     """
@@ -210,10 +210,10 @@ class PinnedMemoryError(HostMemoryError):
 
 
 class DiskError(ShardError):
-    """The directory that optimizer state is kept in can't be used, or not any more.
+    """The directory in which optimizer state is kept can't be used.
 
     Raised: by ``shard()`` and by whatever allocates state, before anything else has changed: the directory can't be written, or
-    the disk is full (space is taken when state is made, never later). And by the next call after a transfer has failed in the
+    the disk is full (space is taken when state is made, never later). Also by the next step after a transfer has failed in the
     background.
-    Remedy: the message names the directory, and what to do. Another directory, on a local disk, is always one.
+    Remedy: the message names the directory, and what to do. Another directory, on a local disk, always helps.
     """

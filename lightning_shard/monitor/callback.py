@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torch_shard import Engine
+from torch_shard import Engine, Statistics
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import Statistics, format_bytes
+from torch_shard.frontend import format_bytes
 from torch_shard.log import logger
 
 from .._private import Private, accumulates, logged_step, logs_this_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_shard.frontend import Statistics
+from torch_shard import Statistics
 
 __all__ = ["Window"]
 

@@ -18,7 +18,6 @@ from ..comm import broadcast_buffers, consensus
 from ..comm.process_group_ops import reduce_scatter_single
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
-from ..comm.traffic_statistics import Statistics
 from ..config.precision import for_autocast, precision_of
 from ..config.shard_config import Strategy
 from ..engine import Engine
@@ -45,7 +44,6 @@ from .clipping import clip_norm, engines_over, limit_values
 __all__ = [
     "OTHER_STATE",
     "Deferred",
-    "Statistics",
     "Strategy",
     "WithMetadata",
     "abandon",
@@ -112,9 +110,9 @@ def broadcast_tensors(engine: Engine, tensors: list[torch.Tensor], what: str) ->
 
 @contextlib.contextmanager
 def in_batch(engine: Engine, batch: str) -> Iterator[None]:
-    """Inside, have the ranks compare `batch` in each forward with what they compare anyway. Not collective.
+    """Have the ranks compare the description `batch` in each forward inside, beside what they compare anyway. Not collective.
 
-    Ranks whose batches have another description get a DivergenceError that quotes both.
+    Where the descriptions differ, the ranks raise a DivergenceError that quotes both.
     """
     operations = engine._runtime.operations
     if operations is None:  # a single rank

@@ -82,7 +82,7 @@ T = TypeVar("T")
 
 
 def each(engine: Engine, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
-    """Run `function` on every rank; all of them return, or all raise. See ``comm.collective_steps.each``. Collective."""
+    """Run `function` on every rank; all ranks return, or all raise. See ``comm.collective_steps.each``. Collective."""
     return phases.each(engine._runtime, what, function, nonce, key)
 
 

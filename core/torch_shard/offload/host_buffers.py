@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ _PAGE = 4096  # bytes
 _CLASSES = 8  # sizes of buffers between a power of two and the next: at most an eighth of what is asked for is added
 
 
+@dataclass(eq=False)
 class HostBuffer:
     """A piece of host memory.
 
@@ -26,11 +28,8 @@ class HostBuffer:
         event: for CUDA, recorded behind the last copy from or to the memory. A stream that copies to it waits for it first.
     """
 
-    __slots__ = ("event", "memory")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.event: Any = None
+    memory: torch.Tensor
+    event: Any = None
 
 
 class HostBuffers:

@@ -25,8 +25,13 @@ class TaskGroup:
 
 
 class Task:
-    """A function that the host thread calls, or has called."""
+    """A function that the host thread calls, or has called.
 
+    Attributes:
+        writes: the task may change memory.
+    """
+
+    writes = True
     __slots__ = ("_do", "_done", "error", "group", "thread")
 
     def __init__(self, do: Callable[[], None], group: TaskGroup, thread: HostThread) -> None:
@@ -53,11 +58,8 @@ class Task:
         if self.error is not None:
             raise self.error
 
-    @property
-    def writes(self) -> bool:
-        return True
-
     def has_ended(self) -> bool:
+        """Return True if :meth:`wait` would return at once, without an error."""
         return self._done.is_set() and self.error is None
 
     def wait(self) -> None:

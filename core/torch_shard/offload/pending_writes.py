@@ -13,12 +13,13 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from .exported_tensors import ExportedTensor
-from .host_thread import Later
+from .host_thread import Later, Task
 
 if TYPE_CHECKING:
     from .host import Host
@@ -26,41 +27,29 @@ if TYPE_CHECKING:
 __all__ = ["Copying", "PendingWrites", "Work", "flat_of", "pending_writes_of", "shard_of"]
 
 
-class Work(Protocol):
-    """Something that is done to host memory in the background."""
-
-    @property
-    def writes(self) -> bool:
-        """True if the work changes the memory."""
-
-    def has_ended(self) -> bool:
-        """Return True if :meth:`wait` would return at once, without an error."""
-
-    def wait(self) -> None:
-        """Return when the work has ended; raise what it has raised."""
-
-    def finish(self) -> None:
-        """Do what :meth:`wait` does, but on the host thread, in a task that was given behind this work."""
-
-
+@dataclass(frozen=True, eq=False)
 class Copying:
-    """A copy between host memory and a GPU, until a CUDA event. `writes`: to host memory."""
+    """A copy between host memory and a GPU, until a CUDA event. Its interface is that of a :class:`~.host_thread.Task`.
 
-    def __init__(self, event: Any, writes: bool) -> None:
-        self._event, self._writes = event, writes
+    Attributes:
+        event: behind the copy.
+        writes: True if the copy goes to host memory.
+    """
 
-    @property
-    def writes(self) -> bool:
-        return self._writes
+    event: Any
+    writes: bool
 
     def has_ended(self) -> bool:
-        ended: bool = self._event.query()
-        return ended
+        return bool(self.event.query())
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     finish = wait
+
+
+Work: TypeAlias = Copying | Task
+"""Something that is done to host memory in the background."""
 
 
 class PendingWrites:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Staged", "Staging"]
 
 
+@dataclass(eq=False)
 class Staged:
     """Memory in which a gradient arrives.
 
@@ -25,11 +27,8 @@ class Staged:
         task: the host thread's task that reads the gradient that was put there last.
     """
 
-    __slots__ = ("memory", "task")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.task: Task | None = None
+    memory: torch.Tensor
+    task: Task | None = None
 
 
 class Staging:

@@ -21,10 +21,8 @@ from tests.accelerate.support.accelerators import (
     train,
 )
 from tests.support import hf_models
-from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
-from torch_shard import activation_checkpointing
 from torch_shard.activation_checkpointing import offload_of
 from torch_shard.activation_offload import MIN_BYTES
 from torch_shard.errors import ConfigError
@@ -70,18 +68,6 @@ def test_layers_on_which_the_user_has_switched_checkpointing_on_are_refused() ->
     ):
         acc.prepare(model)
     assert offload_of(model) is None
-
-
-@ranks(2)
-def test_where_the_user_switches_it_on_later_a_warning_says_that_inputs_stay(rank: int) -> None:
-    activation_checkpointing._warn_of_own_checkpointing.cache_clear()
-    model, inputs, loss_of_output = hf_models.build("llama")
-    with accelerator(OURS, shard_plugin=ShardPlugin(activation_offload=True)) as acc, captured_log() as messages:
-        model = acc.prepare(model)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        acc.backward(loss_of_output(model(**inputs)))
-    # Warnings are of rank 0.
-    assert sum("gradient_checkpointing was switched on after" in message for message in messages) == (rank == 0)
 
 
 @ranks(2)
