@@ -12,7 +12,7 @@ from tests.support.shard_helpers import SHAPES, GroupComm, same, sharded, values
 
 
 @ranks(1, 2, exhaustive=(3,))
-def test_reductions_to_a_scalar_are_those_of_the_full_tensor(rank, world_size):
+def test_reductions_to_a_scalar_are_those_of_the_whole(rank, world_size):
     plain = values()
     shards = sharded(plain, rank, world_size)
     for name in SHAPES:
