@@ -325,10 +325,8 @@ class Engine:
             ConfigError: another `form`.
             UnitStateError: the full form inside a forward or :meth:`gathered`.
         """
-        if form == "sharded":
-            return sharded_state.sharded(self.model, self._runtime, offload_to_cpu)
-        if form == "local":
-            return sharded_state.local(self.model, self._runtime, offload_to_cpu)
+        if form in ("sharded", "local"):
+            return sharded_state.sharded(self.model, self._runtime, offload_to_cpu, local=form == "local")
         if form != "full":
             raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
         return model_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)

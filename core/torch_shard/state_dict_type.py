@@ -36,7 +36,7 @@ from torch.distributed.fsdp import (
 
 from .engine import Engine, engine_of
 from .errors import ConfigError
-from .shard_tensor.tensor import ShardTensor
+from .state import sharded_state
 from .state.model_state import make_full
 
 __all__ = [
@@ -166,12 +166,7 @@ def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
         rank0_only, offload = config.rank0_only, config.offload_to_cpu
         make_full(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
         return
-    for key, value in found.items():
-        if isinstance(value, ShardTensor):
-            if config.offload_to_cpu and value._local.device.type != "cpu":
-                found[key] = value = ShardTensor(value._local.detach().cpu(), value._spec)
-            if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-                found[key] = value._local.detach()
+    sharded_state.convert(found, config.offload_to_cpu, settings.state_dict_type is StateDictType.LOCAL_STATE_DICT)
 
 
 class _Convert:

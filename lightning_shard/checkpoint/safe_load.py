@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import collections
-import datetime
-import decimal
 import io
-import pathlib
 import pickle
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_shard.errors import CheckpointError, ShardError
+from torch_shard.frontend.checkpoint import classes_of_data
 from torch_shard.log import logger
 
 __all__ = ["classes_to_allow", "load_safely"]
@@ -95,26 +90,7 @@ def _named(full: str) -> Any:
 
 def _harmless() -> list[Any]:
     """Return classes that only hold data, as hyper-parameters use them."""
-    found: list[Any] = [
-        argparse.Namespace,
-        types.SimpleNamespace,
-        collections.defaultdict,
-        collections.deque,
-        dict,
-        list,
-        set,
-        int,
-        decimal.Decimal,
-        datetime.date,
-        datetime.datetime,
-        datetime.timedelta,
-        datetime.timezone,
-        pathlib.PurePath,
-        pathlib.PurePosixPath,
-        pathlib.PureWindowsPath,
-        pathlib.PosixPath,
-        pathlib.WindowsPath,
-    ]
+    found = classes_of_data()
     for module, name in (
         ("lightning.fabric.utilities.data", "AttributeDict"),
         ("lightning_fabric.utilities.data", "AttributeDict"),
@@ -128,11 +104,4 @@ def _harmless() -> list[Any]:
             found.append(getattr(sys.modules[module], name))
     if "omegaconf" in sys.modules:
         found.append(Any)  # what a DictConfig's metadata names as its element type
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        core = sys.modules.get("numpy._core.multiarray") or sys.modules.get("numpy.core.multiarray")
-        if core is not None:
-            found.append(core.scalar)
-        found.append(numpy.dtype)
-        found += {type(numpy.dtype(kind)) for kind in "?bhilqBHILQefd"}
     return found

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checkpoint.safe_globals import classes_of_data
 from ..errors import ShardError
 from ..versions import __version__
 from . import convert, diff, inspect, verify
-from .safe_globals import classes_of_data
 
 __all__ = ["main"]
 

@@ -14,6 +14,7 @@ from ..checkpoint.format.safetensors import size_of
 from ..checkpoint.full.load import FullLoad, by_name
 from ..checkpoint.full.open_files import open_full
 from ..checkpoint.plain_params import all_parameters, plain_source
+from ..checkpoint.safe_globals import classes_of_data
 from ..checkpoint.sharded.entries import (
     EXTRA,
     MODEL,
@@ -47,6 +48,7 @@ __all__ = [
     "all_parameters",
     "broadcast",
     "by_name",
+    "classes_of_data",
     "commit",
     "discard",
     "each",

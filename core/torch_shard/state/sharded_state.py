@@ -14,30 +14,28 @@ from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
 from . import model_state
 
-__all__ = ["from_local", "local", "sharded"]
+__all__ = ["convert", "from_local", "sharded"]
 
 
-def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
-    """Return ``model.state_dict()`` with ShardTensors, with `offload_to_cpu` copied to the CPU. Not collective."""
+def sharded(model: nn.Module, runtime: Runtime, offload_to_cpu: bool, local: bool = False) -> dict[str, Any]:
+    """Return ``model.state_dict()`` with ShardTensors, converted by :func:`convert`. Not collective."""
     found = model_state.own_state_dict(model, runtime)
-    if offload_to_cpu:
-        for key, value in found.items():
-            if isinstance(value, ShardTensor):
-                if value._local.device.type != "cpu":
-                    found[key] = ShardTensor(value._local.detach().cpu(), value._spec)
-            elif isinstance(value, torch.Tensor):
-                found[key] = value.cpu()
+    convert(found, offload_to_cpu, local)
     return found
 
 
-def local(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
-    """Return :func:`sharded` with plain 1-D shards, which only the same layout can load. Not collective."""
-    found = sharded(model, runtime, offload_to_cpu)
-    return {k: v._local.detach() if isinstance(v, ShardTensor) else v for k, v in found.items()}
+def convert(found: dict[str, Any], offload_to_cpu: bool, local: bool) -> None:
+    """Put a state dict's tensors on the CPU, with `local` as plain 1-D shards, which only the same layout can load."""
+    for key, value in found.items():
+        own = value._local if isinstance(value, ShardTensor) else value
+        if offload_to_cpu and isinstance(own, torch.Tensor) and own.device.type != "cpu":
+            own = own.detach().cpu()
+            value = ShardTensor(own, value._spec) if isinstance(value, ShardTensor) else own
+        found[key] = own.detach() if local and isinstance(value, ShardTensor) else value
 
 
 def from_local(model: nn.Module, runtime: Runtime, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of :func:`local` as ShardTensors. Collective.
+    """Return a state dict with plain shards as one with ShardTensors. Collective.
 
     Raises:
         StateDictError: raised on all ranks if a shard has another length or dtype than this rank holds.

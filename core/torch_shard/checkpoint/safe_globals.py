@@ -32,6 +32,7 @@ def classes_of_data() -> list[Any]:
         int,
         list,
         pathlib.PosixPath,
+        pathlib.PurePath,
         pathlib.PurePosixPath,
         pathlib.PureWindowsPath,
         pathlib.WindowsPath,
