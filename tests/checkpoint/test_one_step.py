@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.helpers import build, files_of, load, same, save, train, whole
-from tests.support.marks import exhaustive
 from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.format import atomic_directory
@@ -234,7 +233,8 @@ def test_killed_with_offload_the_newest_checkpoint_is_whole_and_nothing_else_is_
     assert list((tmp_path / "state").iterdir()) == []
 
 
-@pytest.mark.parametrize("count", [2, *exhaustive(5, 200)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [5, 200])
 def test_killed_at_a_random_moment_the_newest_checkpoint_is_whole(count, tmp_path):
     killed(tmp_path, count, seed=count)
     shutil.rmtree(tmp_path / "c", ignore_errors=True)

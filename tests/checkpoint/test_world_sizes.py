@@ -26,7 +26,8 @@ def of_all_sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("size", [s if s == 2 else exhaustive(s)[0] for s in SIZES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", SIZES)
 def test_every_number_of_ranks_loads_what_every_other_has_saved(size, of_all_sizes):
     for first in SIZES:
         run(size, loads, str(of_all_sizes / f"from-{first}"), {})

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests.support.marks import exhaustive
 from torch_shard.comm.process_groups import ProcessGroups
 from torch_shard.comm.rendezvous import exchange_texts
 from torch_shard.comm.watchdog import Watchdog
@@ -90,7 +91,7 @@ def waits(size: int, rank: int, name: str = "reduce", timeout: float = 6.0) -> N
     watch.wait(Pending(watch, channel, channel.count(), f"the {name} of a test", NeverEnds()))
 
 
-@pytest.mark.parametrize("size", [FEW, MANY])
+@pytest.mark.parametrize("size", [*exhaustive(FEW), MANY])
 def test_all_ranks_that_wait_for_one_ask_little_and_name_it(size: int) -> None:
     missing = size // 2
     ends, store = on_ranks(size, lambda rank: None if rank == missing else waits(size, rank))
@@ -106,7 +107,7 @@ def test_all_ranks_that_wait_for_one_ask_little_and_name_it(size: int) -> None:
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 
 
-@pytest.mark.parametrize("size", [FEW, MANY])
+@pytest.mark.parametrize("size", [*exhaustive(FEW), MANY])
 def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests(size: int) -> None:
     names = ("reduce", "all-gather")
     begin = time.monotonic()
@@ -117,7 +118,7 @@ def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests(size: int)
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 
 
-@pytest.mark.parametrize("size", [FEW, MANY])
+@pytest.mark.parametrize("size", [*exhaustive(FEW), MANY])
 def test_what_all_ranks_say_is_told_to_each_with_few_requests(size: int) -> None:
     ranks = list(range(size))
 
@@ -131,7 +132,7 @@ def test_what_all_ranks_say_is_told_to_each_with_few_requests(size: int) -> None
     assert max(store.requests.values()) <= AT_MOST + WHILE, max(store.requests.values())
 
 
-@pytest.mark.parametrize("size", [FEW, MANY])
+@pytest.mark.parametrize("size", [*exhaustive(FEW), MANY])
 def test_a_rank_that_says_nothing_is_named_on_all_others(size: int) -> None:
     missing = size - 1
 

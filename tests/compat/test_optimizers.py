@@ -53,12 +53,9 @@ OPTIMIZERS = {
 }
 # One of each way in which torch computes a step. All classes step in test_shard_parameters.py, without an engine.
 QUICK = [
-    "SGD momentum",
     "SGD fused",
     "Adam amsgrad",
     "AdamW for-loop",
-    "AdamW foreach",
-    "AdamW fused",
     "AdamW tensor lr",
 ]
 

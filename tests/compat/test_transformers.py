@@ -16,7 +16,7 @@ from tests.support.ranks import ranks
 pytest.importorskip("transformers")
 
 # One decoder, one with an encoder, one without a causal mask, a mixture of experts, a state space model, one of images.
-QUICK = ["gpt2", "t5", "bert", "mixtral", "mamba", "vit"]
+QUICK = ["t5", "mixtral", "mamba"]
 
 # float32, and sums that run in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}

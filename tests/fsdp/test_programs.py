@@ -15,12 +15,9 @@ from tests.support.ranks import ranks
 INSTEAD = {"module_wrap_policy": "clipped", "prefetch_by_hand": None}
 QUICK = (
     "accumulate_without_sync",
-    "clipped",
     "meta_and_to_empty",
     "frozen_and_ignored",
-    "class_policy",
     "no_sync",
-    "edited_whole",
 )
 
 

@@ -48,8 +48,10 @@ def plan_of(offload, world_size=2, model=None, **settings):
     return torch_shard.make_plan(model or Model(), ShardConfig(offload=offload, **settings), world_size=world_size)
 
 
-@pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("precision", [None, BF16, Precision(torch.bfloat16, keep_low_precision_grads=True)])
+@pytest.mark.parametrize("sync", [*exhaustive(True), False])
+@pytest.mark.parametrize(
+    "precision", [None, BF16, *exhaustive(Precision(torch.bfloat16, keep_low_precision_grads=True))]
+)
 @pytest.mark.parametrize("offload", ["cpu", Offload(params=False)])
 @ranks(2, exhaustive=(1, 3))
 def test_what_is_allocated_was_predicted(rank, world_size, offload, precision, sync):

@@ -103,20 +103,10 @@ def _words(name, options):
 CASES = {_words(name, options): (name, options) for name, sets in OPTIONS.items() for options in sets}
 # One of each class, and one of each way in which torch computes a step.
 QUICK = [
-    "SGD",
     "SGD momentum=0.9 nesterov=True weight_decay=0.1 foreach=False",
-    "SGD momentum=0.9 nesterov=True weight_decay=0.1 fused=True",
-    "Adam amsgrad=True weight_decay=0.1",
     "Adam lr=tensor",
-    "AdamW weight_decay=0.1 foreach=True",
     "AdamW weight_decay=0.1 fused=True",
     "NAdam weight_decay=0.1 decoupled_weight_decay=True foreach=None",
-    "RAdam betas=(0.8,0.6) weight_decay=0.1",
-    "Adamax weight_decay=0.1 maximize=True foreach=True",
-    "Adagrad lr_decay=0.1 weight_decay=0.1 fused=True",
-    "Adadelta",
-    "RMSprop momentum=0.5 centered=True weight_decay=0.1 foreach=True",
-    "Rprop",
     "ASGD weight_decay=0.1 t0=3 foreach=False",
 ]
 DOUBLE, SINGLE, WHOLE = ("float64", "full_shard"), ("float32", "full_shard"), ("float64", "no_shard")

@@ -437,18 +437,11 @@ INPUTS = [
         INPUTS,
         [
             _gradient_missing,
-            _gradient_edited,
-            _counter_filled,
             _counters_through_data,
-            _entry_exchanged,
             _values_edited,
             _group_divided,
             _parameter_left_out,
             _several_at_once,
-            _lr,
-            _whole_values,
-            _state_in_another_dict,
-            _an_entry_of_the_users,
         ],
     ),
 )

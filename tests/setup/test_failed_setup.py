@@ -274,7 +274,7 @@ def until_there_is_room(rank: int, failing: int, build: Callable[[], nn.Module],
 
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
 @pytest.mark.parametrize("kind", MODELS)
-@ranks(1, 2, timeout=120)
+@ranks(2, exhaustive=(1,), timeout=120)
 def test_whatever_memory_is_missing_on_one_rank_nothing_changes_on_any(rank, world_size, kind, strategy):
     assert until_there_is_room(rank, world_size - 1, MODELS[kind], {"strategy": strategy}) > 2
 

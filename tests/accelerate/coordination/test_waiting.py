@@ -102,6 +102,7 @@ def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
         loss_of(model, next(iter(loader()))).backward()
 
 
+@pytest.mark.exhaustive
 @ranks(2, fresh=True)
 def test_after_wait_for_everyone_the_engines_own_timeout_counts_again(rank):
     with accelerator() as acc:

@@ -17,7 +17,6 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
 from tests.support.logs import captured_log
-from tests.support.marks import quick
 from tests.support.ranks import ranks, run
 from torch_shard.checkpoint.sharded.entry_tree import model_at
 from torch_shard.cli.main import main as command_line
@@ -80,7 +79,8 @@ def fit(rank, world_size, strategy, epochs, path=None, save=None):
     return dict(module.state_dict()) if strategy in ("shard", "auto") else None
 
 
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["fsdp sharded"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_continues_from_a_checkpoint_of_lightnings_strategy(tmp_path, strategy):
     path = tmp_path / "theirs.ckpt"
     run(2, fit, strategy, 1, None, path, fresh=True)

@@ -15,7 +15,6 @@ from torch import nn
 
 from lightning_shard.for_lightning import ShardStrategy
 from tests.lightning.support import NAMESPACES, loader, trainer
-from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 
 WIDTH, BLOCKS = 724, 8
@@ -72,7 +71,8 @@ class Peak:
         return max(self.highest, anonymous()) - self.before
 
 
-@pytest.mark.parametrize(("form", "copies"), [*exhaustive(("full", 0)), ("sharded", 1)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("form", "copies"), [("full", 0), ("sharded", 1)])
 @ranks(2, fresh=True)
 def test_the_file_is_never_in_memory(world_size, form, copies, tmp_path):
     path = tmp_path / "big.ckpt"

@@ -51,7 +51,8 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_the_best_and_the_last_are_kept_and_others_deleted(rank, world_size, form, tmp_path):
     class Scores(net_class("lightning")):

@@ -61,6 +61,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path, namesp
             assert torch.equal(second[rank][1][name], value), name
 
 
+@pytest.mark.exhaustive
 def test_training_continues_on_another_number_of_ranks_and_in_another_form(tmp_path):
     first, second, third = (tmp_path / f"{i}.ckpt" for i in range(3))
     run(2, fit, "lightning", 1, None, first)

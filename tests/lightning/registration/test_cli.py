@@ -12,7 +12,6 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
 from tests.lightning.support import assert_same_state, loader, net_class, quiet
-from tests.support.marks import quick
 from tests.support.ranks import ranks
 
 OPTIONS = {
@@ -68,7 +67,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", quick(WAYS, ["name"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
 @ranks(2)
 def test_a_run_from_the_command_line_trains_like_ddp(world_size, way):
     width = ["--data.features", 5]

@@ -161,6 +161,7 @@ def test_both_namespaces_get_the_names_and_each_its_own_class():
     assert lightning_shard.ShardStrategy.__module__ == "lightning_shard.for_lightning"
 
 
+@pytest.mark.exhaustive
 def test_a_broken_front_end_breaks_neither_torch_nor_lightning(small_lightning, tmp_path):
     broken = tmp_path / "broken" / "lightning_shard"
     (broken / "registration").mkdir(parents=True)
