@@ -112,8 +112,8 @@ class ShardState:
                 self.local = local
         self.waits_for = self.aside = None
 
-    def marks_of(self, other: ShardState) -> None:
-        """Take over what `other` knows of its gradient or result, of which this is a copy."""
+    def copy_marks(self, other: ShardState) -> None:
+        """Take over what `other` knows of the gradient or result of which this tensor is a copy."""
         self.origin, self.converted = other.origin, other.converted
         self.unreduced, self.outdated, self.lost = other.unreduced, other.outdated, other.lost
 

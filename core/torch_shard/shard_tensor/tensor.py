@@ -54,8 +54,7 @@ class ShardTensor(torch.Tensor):
         cls, local: torch.Tensor, spec: ShardSpec, *, unit: Any = None, requires_grad: bool = False
     ) -> ShardTensor:
         assert local.shape == (spec.length,)
-        unit_ref = weakref.ref(unit) if unit is not None else None
-        self = cls._wrap(local, spec, unit_ref)
+        self = cls._wrap(local, spec, None if unit is None else weakref.ref(unit))
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.requires_grad_(True)
@@ -164,7 +163,7 @@ class ShardTensor(torch.Tensor):
             grad = own_grad(self)
             if grad is not None:
                 set_own_grad(result, copy.deepcopy(grad, memo))
-        result._shard_state.marks_of(self._shard_state)
+        result._shard_state.copy_marks(self._shard_state)
         for key, value in self.__dict__.items():
             if key != STATE:
                 result.__dict__[key] = copy.deepcopy(value, memo)
