@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 import torch_shard
 from tests.comm.test_traffic import Collectives
@@ -337,6 +338,31 @@ def test_with_sync_module_states_all_ranks_start_from_rank_0s_values(rank, world
         assert torch.equal(b, first.get_buffer(name)), name
     if strategy == "no_shard":
         agree_on_values(model, world_size)
+
+
+class Taken(TorchFunctionMode):
+    """Adds up the bytes of tensors that are allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.empty, torch.empty_strided) and found.device.type != "meta":
+            self.nbytes += found.nbytes
+        return found
+
+
+@ranks(2)
+def test_ranks_on_meta_never_have_memory_for_the_full_model(rank):
+    with torch.device("meta" if rank else "cpu"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    full = sum(p.numel() * p.element_size() for p in model.parameters())
+    with Taken() as taken:
+        torch_shard.shard(model, units=[torch.nn.Linear])
+    # A shard and, one after the other, the full buffers of the units: once for the values, once for the gathers to come.
+    assert taken.nbytes < 2.6 * full
 
 
 @ranks(2, exhaustive=(3,))

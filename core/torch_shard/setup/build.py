@@ -173,13 +173,16 @@ def _allocate(setup: Setup) -> None:
 
 
 def _allocate_full(setup: Setup) -> None:
-    """Allocate full values for parameters on meta, unless their unit has no values on any rank.
+    """Allocate full values for parameters on meta that are initialised in units with other parameters that have values.
 
-    Parameters with values on rank 0 receive them in its broadcast. Parameters without values on any rank are initialised like
-    those of a plain model.
+    They are initialised like those of a plain model. Where rank 0's broadcast fills the unit, this rank need not do it, unless
+    the same module holds parameters of a unit without values.
     """
     rank, sends = setup.collectives.world_rank, setup.config.sync_module_states
-    for unit, on_meta in zip(setup.plan.units, setup.on_meta, strict=True):
+    units = list(zip(setup.plan.units, setup.on_meta, strict=True))
+    fresh = {owner for unit, on_meta in units if on_meta for info in unit.params for owner, _ in info.owners}
+    for unit, on_meta in units:
+        owners = {info.name: {owner for owner, _ in info.owners} for info in unit.params}
         empty = {
             info.name: p
             for info in unit.params
@@ -206,6 +209,8 @@ def _allocate_full(setup: Setup) -> None:
                 "other ranks, are not. Leave the whole model on meta, on every rank, or give all of it memory and values."
             )
         for name, p in empty.items():
+            if sends and rank > 0 and fresh.isdisjoint(owners[name]):
+                continue
             memory = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=setup.collectives.device)
             full = nn.Parameter(memory, requires_grad=p.requires_grad)
             full.__dict__.update(p.__dict__)

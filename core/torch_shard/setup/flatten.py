@@ -18,7 +18,6 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.module_params import adopt
 from ..unit.unit import Unit
-from .lazy_param import deferred_of
 from .shared import Group, Setup
 from .undo import Swapped
 
@@ -114,9 +113,9 @@ def _with_values(setup: Setup, unit: Unit, group: Group) -> tuple[FlatBuffer, to
     for info, slot in zip(infos, layout.slots, strict=True):
         place = torch.as_strided(full, slot.shape, slot.stride, slot.offset)
         param = setup.params[info.name]
-        if deferred_of(param) is None:
+        if param.device.type != "meta":
             place.copy_(local_of(param).data)
-        else:  # every rank reads its shard later
+        else:  # rank 0 sends the values, or every rank reads its shard later
             place.zero_()
             setup.filler.note(param)
     return flat, full
