@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import re
@@ -19,7 +20,7 @@ from tests.compat.harness import same_params
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from tests.tensor_parallel import harness as tensor_parallel
-from torch_shard.errors import CheckpointError, SetupError
+from torch_shard.errors import CheckpointError, SetupError, ShardError
 from torch_shard.setup.lazy_param import Deferred, defer
 
 # -- what a model is ------------------------------------------------------------------------------------------------------
@@ -321,6 +322,31 @@ def test_whatever_memory_is_missing_parameters_of_tensor_parallelism_stay_what_t
             assert torch.equal(p.to_local() if hasattr(p, "to_local") else p, values), name
     assert failures > 0
     torch.testing.assert_close(model(tokens).detach(), expected)
+
+
+class TwiceNoMemory(Memory):
+    """Has no room for two tensors, after a number of others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.TAKES and self.room == -1:
+            self.room -= 1
+            raise torch.OutOfMemoryError("out of memory")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@ranks(2, fresh=True, timeout=60)
+def test_where_memory_is_missing_for_the_undoing_too_no_parameter_gets_wrong_values(rank):
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    for number, layer in enumerate(model):
+        nn.init.constant_(layer.weight, number)
+    memory = TwiceNoMemory(12) if rank else contextlib.nullcontext()
+    with memory, pytest.raises((torch.OutOfMemoryError, ShardError)):
+        torch_shard.shard(model, units=[nn.Linear], timeout=3.0)
+    plain = [isinstance(layer.weight, torch_shard.ShardTensor) for layer in model].count(False)
+    assert 0 < plain < len(model)
+    for number, layer in enumerate(model):
+        own = layer.weight.to_local() if isinstance(layer.weight, torch_shard.ShardTensor) else layer.weight
+        assert (own == number).all(), number
 
 
 @ranks(1)

@@ -10,7 +10,6 @@ that has failed would be missing in a collective: before the values of each flat
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,7 +45,7 @@ from .lazy_param import deferred_of
 from .lazy_values import refuse_altered
 from .meta_init import Materialiser, one_random_state, random_state, set_random_state
 from .shared import Group, Setup
-from .undo import Swapped, note_modules
+from .undo import Swapped
 
 
 def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Plan]:
@@ -57,9 +56,9 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
     with outside_inference():
         setup = _plan(model, config, mesh)
         _agree(setup)
-        with contextlib.ExitStack() as setup.undo:
+        with setup.undo:
             setup.undo.callback(setup.collectives.drop_spares)
-            note_modules(setup.undo, model)
+            setup.undo.note_modules(model)
             try:
                 _allocate(setup)
                 _fill(setup)
@@ -67,7 +66,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
             except BaseException as error:
                 # If a rank is absent, the consensus raises an error that the other ranks need not have.
                 own = error is setup.error or isinstance(error, SetupError)
-                setup.all_failed = own or setup.collectives.world == 1
+                setup.undo.all_failed = own or setup.collectives.world == 1
                 setup.error = None  # its traceback refers to this frame
                 raise
             setup.undo.pop_all()  # nothing has failed
@@ -302,7 +301,7 @@ def _enter_fresh(setup: Setup, unit: Unit, groups: Iterable[Group]) -> None:
         flat = empty_flat(setup, unit, group)
         for info in group[0]:
             setup.filler.note(setup.params[info.name])
-        swap_in(setup, unit, flat, group, setup.note(flat, has_values=False))
+        swap_in(setup, unit, flat, group, setup.undo.note_flat(flat, has_values=False))
 
 
 def _fill_ignored(setup: Setup) -> None:

@@ -91,7 +91,7 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
         n = layout.shard_numel
         flat.memory.copy_(full.narrow(0, c.rank * n, n))
     del full
-    swapped = setup.note(flat, has_values=True)
+    swapped = setup.undo.note_flat(flat, has_values=True)
     setup.attempt(swap_in, setup, unit, flat, group, swapped)
     for info, each in zip(infos, swapped, strict=False):
         # Shards in a narrower dtype could not give the values back.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +17,10 @@ from ..layout.flat_layout import FlatLayout
 from ..offload.host import Host
 from ..plan.plan import ParamInfo, Plan
 from ..runtime.runtime import Runtime
-from ..unit.flat_buffer import FlatBuffer
 from .checks import fail_together
 from .lazy_values import Filler
 from .meta_init import Materialiser
-from .undo import Swapped, note_flat
+from .undo import Undo
 
 __all__ = ["Group", "Setup"]
 
@@ -42,8 +40,7 @@ class Setup:
     config: ShardConfig
     collectives: Collectives
     error: Exception | None = None  # why this rank can't go on
-    all_failed: bool = False  # all ranks know of the failure, and have come to the same collective
-    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    undo: Undo = field(default_factory=Undo)
 
     # plan
     plan: Plan = field(init=False)
@@ -80,10 +77,6 @@ class Setup:
             except Exception as error:
                 self.error = error
         return None
-
-    def note(self, flat: FlatBuffer, has_values: bool) -> list[Swapped]:
-        """Note `flat` for a failure, see :func:`.undo.note_flat`."""
-        return note_flat(self.undo, flat, lambda: self.all_failed, has_values)
 
     def together(self) -> None:
         """Raise on every rank if one has failed: its error there, elsewhere an error that names the rank. Collective."""

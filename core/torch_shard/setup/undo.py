@@ -1,4 +1,4 @@
-"""How a failed ``shard`` leaves everything as it was: each change is noted on an ``ExitStack`` together with what it replaced.
+"""How a failed ``shard`` leaves everything as it was: each change is noted together with what it replaced.
 
 A parameter's content is swapped for its shard in place. What it was stays with it where that costs nothing: a parameter on the
 meta device or in a file has no values, and values on another device than the shards, or in a wider dtype, are there until the
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..shard_tensor.unsharded_param import set_own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_flat
 
-__all__ = ["Swapped", "note_flat", "note_modules"]
+__all__ = ["Swapped", "Undo"]
 
 
 @dataclass(eq=False)
@@ -73,14 +72,56 @@ class Swapped:
         self.param.grad = self.grad
 
 
-def note_modules(undo: contextlib.ExitStack, model: nn.Module) -> None:
-    """Note the parameters and buffers that the modules hold, and the lists of parameters that RNNs hold besides."""
-    for module in model.modules():
-        undo.callback(_restore_module, module, dict(module._parameters), dict(module._buffers))
-        if isinstance(module, nn.RNNBase):
-            # The weak references themselves would make a swap impossible.
-            referred = [ref is not None for ref in getattr(module, "_flat_weight_refs", ())]
-            undo.callback(_restore_rnn, module, module._flat_weights, referred)
+class Undo(contextlib.ExitStack):
+    """The changes of one ``shard``, which are undone in reverse order if its block raises.
+
+    Attributes:
+        all_failed: True after a failure that all ranks know of, so that all of them come to the gathers.
+    """
+
+    all_failed = False
+
+    def note_modules(self, model: nn.Module) -> None:
+        """Note the parameters and buffers that the modules hold, and the lists of parameters that RNNs hold besides."""
+        for module in model.modules():
+            self.callback(_restore_module, module, dict(module._parameters), dict(module._buffers))
+            if isinstance(module, nn.RNNBase):
+                # The weak references themselves would make a swap impossible.
+                referred = [ref is not None for ref in getattr(module, "_flat_weight_refs", ())]
+                self.callback(_restore_rnn, module, module._flat_weights, referred)
+
+    def note_flat(self, flat: FlatBuffer, has_values: bool) -> list[Swapped]:
+        """Return a list that collects the parameters of `flat` as they are swapped; they are swapped back in a failure.
+
+        If they had values (`has_values`), some rank may have freed these, and all ranks gather them.
+        """
+        swapped: list[Swapped] = []
+        self.callback(self._restore_flat, flat, swapped, has_values)
+        return swapped
+
+    def _restore_flat(self, flat: FlatBuffer, swapped: list[Swapped], has_values: bool) -> None:
+        if flat.host is not None:
+            flat.host.pending_writes.wait()  # until then it has weak references to what waits for it
+        if has_values and self.all_failed:
+            # If the gather fails on this rank, no other one may follow: it would pair with this one on the other ranks.
+            self.all_failed = False
+            values = full_flat(flat, "the undoing of a failed shard()")
+            self.all_failed = True
+            for index, each in enumerate(swapped):
+                each.refill(flat.view(values, index))
+            del values
+        elif any(each.freed for each in swapped):
+            names = ", ".join(slot.name for slot in flat.layout.slots[: len(swapped)])
+            text = "rank %d: %s stay sharded, since the other ranks have parts of them."
+            logger.error(text, flat.collectives.world_rank, names, extra=ANY_RANK)
+            return
+        for each in swapped:
+            each.swap_back()
+        swapped.clear()
+        unit = flat.unit()
+        if unit is not None:  # free the shard before the next values need memory
+            unit.flats = [other for other in unit.flats if other is not flat]
+            unit.places = [place for place in unit.places if place[2] is not flat]
 
 
 def _restore_module(module: nn.Module, params: dict[str, Any], buffers: dict[str, Any]) -> None:
@@ -93,45 +134,3 @@ def _restore_rnn(module: Any, weights: Any, referred: list[bool]) -> None:
     module._flat_weights = weights
     pairs = zip(weights, referred, strict=False)
     module._flat_weight_refs = [weakref.ref(w) if is_ref and w is not None else None for w, is_ref in pairs]
-
-
-def note_flat(
-    undo: contextlib.ExitStack, flat: FlatBuffer, all_failed: Callable[[], bool], has_values: bool
-) -> list[Swapped]:
-    """Return a list that collects the parameters of `flat` as they are swapped, and which are swapped back in a failure.
-
-    Args:
-        undo: where to note it.
-        flat: the flat buffer.
-        all_failed: tells after a failure whether all ranks know of it.
-        has_values: the parameters had values, whose memory may be freed on some rank. All ranks gather them in a failure.
-    """
-    swapped: list[Swapped] = []
-    undo.callback(_restore_flat, flat, swapped, all_failed, has_values)
-    return swapped
-
-
-def _restore_flat(flat: FlatBuffer, swapped: list[Swapped], all_failed: Callable[[], bool], has_values: bool) -> None:
-    if flat.host is not None:
-        flat.host.pending_writes.wait()  # until then it has weak references to what waits for it
-    if has_values and all_failed():
-        values = full_flat(flat, "the undoing of a failed shard()")
-        for index, each in enumerate(swapped):
-            each.refill(flat.view(values, index))
-        del values
-    elif any(each.freed for each in swapped):
-        names = ", ".join(slot.name for slot in flat.layout.slots[: len(swapped)])
-        logger.error(
-            "rank %d: %s stay sharded, since the other ranks have parts of them.",
-            flat.collectives.world_rank,
-            names,
-            extra=ANY_RANK,
-        )
-        return
-    for each in swapped:
-        each.swap_back()
-    swapped.clear()
-    unit = flat.unit()
-    if unit is not None:  # free the shard before the next values need memory
-        unit.flats = [other for other in unit.flats if other is not flat]
-        unit.places = [place for place in unit.places if place[2] is not flat]
