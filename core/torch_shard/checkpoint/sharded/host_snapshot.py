@@ -14,7 +14,7 @@ from ...utils.tensor_memory import memory_key
 
 __all__ = ["Staging"]
 
-_BLOCK = 256 << 20  # bytes of one allocation; a power of two, since torch rounds pinned ones up to that
+_BLOCK = 64 << 20  # bytes of one allocation; a power of two, since torch rounds pinned ones up to that
 _ALIGNMENT = 64
 
 
@@ -35,49 +35,39 @@ class Staging:
         Args:
             tensors: of any dtype, shape and device.
         """
-        places: dict[Hashable, int] = {}
-        positions = []
-        unique: list[torch.Tensor] = []
-        for tensor in tensors:
-            tensor = tensor.detach().resolve_conj().resolve_neg()
-            key = memory_key(tensor)
-            if not tensor.numel() or key not in places:
-                places[key] = len(unique)
-                unique.append(tensor)
-            positions.append(places[key])
+        pinned = any(tensor.is_cuda for tensor in tensors)
+        kept, self._blocks, end = self._blocks, [], 0
+        # With the originals, so that no other memory gets the same key.
+        done: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        copies = []
         with torch.inference_mode(False), torch.no_grad():
-            slots = self._slots([tensor.nbytes for tensor in unique], any(t.is_cuda for t in unique))
-            copies = []
-            for tensor, slot in zip(unique, slots, strict=True):
-                copy = slot.view(tensor.dtype).view(tensor.shape)
-                _copy(copy, tensor)
-                copies.append(copy)
-        if any(t.device.type not in ("cpu", "meta") for t in unique):
+            for tensor in tensors:
+                tensor = tensor.detach().resolve_conj().resolve_neg()
+                key = memory_key(tensor) if tensor.numel() else object()
+                if key not in done:
+                    if not self._blocks or end + tensor.nbytes > self._blocks[-1].numel():
+                        self._blocks.append(_block(tensor.nbytes, pinned, kept))
+                        end = 0
+                    copy = self._blocks[-1][end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+                    _copy(copy, tensor)
+                    done[key] = copy, tensor
+                copies.append(done[key][0])
+        if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
             torch.accelerator.synchronize()
-        return [copies[position] for position in positions]
+        return copies
 
     def free(self) -> None:
         """Give the memory back. Earlier snapshots keep theirs."""
         self._blocks = []
 
-    def _slots(self, sizes: list[int], pinned: bool) -> list[torch.Tensor]:
-        """Return parts of the blocks, of `sizes` bytes, in order."""
-        wanted: list[int] = []  # of each block
-        places: list[tuple[int, int]] = []
-        for size in sizes:
-            room = -(-size // _ALIGNMENT) * _ALIGNMENT
-            if not wanted or wanted[-1] + room > max(_BLOCK, room):
-                wanted.append(0)
-            places.append((len(wanted) - 1, wanted[-1]))
-            wanted[-1] += room
-        kept = self._blocks
-        if len(kept) != len(wanted) or any(
-            b.numel() != n or b.is_pinned() != pinned for b, n in zip(kept, wanted, strict=True)
-        ):
-            self._blocks = []  # before the new ones are made
-            del kept
-            self._blocks = [torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=pinned) for n in wanted]
-        return [self._blocks[block][start : start + size] for (block, start), size in zip(places, sizes, strict=True)]
+
+def _block(nbytes: int, pinned: bool, kept: list[torch.Tensor]) -> torch.Tensor:
+    """Return memory of at least `nbytes`: the first of the blocks that the last snapshot had, if it fits, or new memory."""
+    if kept and kept[0].numel() >= nbytes and kept[0].is_pinned() == pinned:
+        return kept.pop(0)
+    kept.clear()  # freed before there is new memory
+    return torch.empty(max(_BLOCK, nbytes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
