@@ -128,7 +128,6 @@ class OptimizerLoad:
         Call it on all ranks, after they agreed.
         """
         self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
-        found: dict[str, torch.Tensor] = {}
         manifest = self.checkpoint.manifest
         unsharded = frozenset(() if manifest is None else manifest.whole)
         for p in params_of(self.optimizer):
@@ -147,11 +146,10 @@ class OptimizerLoad:
                 live: Any = self.optimizer.state.get(p, {}).get(path[0]) if in_place and len(path) == 1 else None
                 fits = isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec)
                 if fits and live.shape == leaf.shape and live.dtype == kept:
-                    found[leaf.name] = live
+                    self.tensors[leaf.name] = live
                 else:
-                    found[leaf.name] = new_tensor(leaf, p if is_cut else None, kept)
-        self.tensors = found
-        return found
+                    self.tensors[leaf.name] = new_tensor(leaf, p if is_cut else None, kept)
+        return self.tensors
 
     def _dtype(
         self, p: Any, path: tuple[Any, ...], saved: torch.dtype, of_param: torch.dtype | None, asked: torch.dtype | None

@@ -161,12 +161,12 @@ class _Reading:
         }
 
 
+@dataclass
 class _Optimizer:
-    """One saved optimizer: where its entries are, and the names of the live one's parameters, by group."""
+    """One saved optimizer, and the names of the live optimizer's parameters by group."""
 
-    def __init__(self, saved: SavedOptimizer) -> None:
-        self.saved = saved
-        self.names: list[list[str]] = []
+    saved: SavedOptimizer
+    names: list[list[str]] = field(default_factory=list)
 
     @property
     def is_named(self) -> bool:

@@ -26,6 +26,7 @@ from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
+from .entry_tree import leaves
 from .host_snapshot import Staging
 from .save_plan import SavePlanner, decide, propose
 from .writer import write_file, write_manifest, write_metadata
@@ -348,20 +349,14 @@ def _unsharded_state(sources: list[Source], contents: dict[str, Any]) -> Iterato
     params = (item for source in sources for item in source.params().items())
     shapes = {name: p.shape for name, p in params if isinstance(p, ShardTensor)}
 
-    def within(value: Any, path: str, shape: torch.Size) -> Iterator[str]:
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, ShardTensor) and value.shape == shape:
-                yield path
-        elif isinstance(value, (dict, list)):
-            for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from within(child, f"{path}.{key}", shape)
-
     optimizer = contents.get(OPTIMIZER, {})
     several = {} if "param_groups" in optimizer else optimizer
     for base, own in (several or {"": optimizer}).items():
         for name, entries in own.get("state", {}).items():
-            if name in shapes:
-                yield from within(entries, ".".join(filter(None, (OPTIMIZER, base, "state", name))), shapes[name])
+            for path, value in leaves(entries) if name in shapes else ():
+                is_full = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor)
+                if is_full and value.shape == shapes[name]:
+                    yield ".".join(filter(None, (OPTIMIZER, base, "state", name, *map(str, path))))
 
 
 def _entry(contents: dict[str, Any], path: tuple[str, ...]) -> Any:

@@ -37,13 +37,6 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         super().set_up_planner(_expressible(state_dict, ()), storage_meta, is_coordinator)
 
-    def own_part(self, plan: SavePlan, of_rank_0: bytes) -> SavePlan:
-        """Return a local plan without what rank 0 writes anyway, if rank 0 has the same entries: that keeps messages short."""
-        if self.digest() != of_rank_0:
-            return plan
-        items = [item for item in plan.items if item.type == WriteItemType.SHARD]
-        return dataclasses.replace(plan, items=items, planner_data={})
-
     def digest(self) -> bytes:
         """Return a key that is equal on ranks that have the same entries; ``extra`` is rank 0's in any case."""
         names = [(name, path) for name, path in self.mappings.items() if path[0] != EXTRA]
@@ -139,9 +132,12 @@ def propose(runtime: Runtime, what: str, planner: SavePlanner, contents: dict[st
         planner.set_up_planner(contents, is_coordinator=first)
         return planner.create_local_plan()
 
-    own = each(runtime, what, local)
-    digest = broadcast(runtime, planner.digest() if first else b"", what)
-    return own if first else planner.own_part(own, digest)
+    own, digest = each(runtime, what, local), planner.digest()
+    if broadcast(runtime, digest, what) != digest or first:
+        return own
+    # Rank 0 has the same entries, and writes all that are not sharded: without them the messages to it are short.
+    items = [item for item in own.items if item.type == WriteItemType.SHARD]
+    return dataclasses.replace(own, items=items, planner_data={})
 
 
 def decide(planner: SavePlanner, proposals: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
