@@ -73,7 +73,7 @@ def close_units(
                 _refuse_owners_state(optimizer, runtime.collectives.world_rank, set(names))
     runtime.units.clear()
     runtime.schedule.gathered.clear()
-    runtime.in_backward = runtime.reductions.on_published = None
+    runtime.in_backward = None
 
 
 def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:
 
 def _check(unit: Unit) -> None:
     rank = unit.collectives.world_rank
-    unit.leave_interrupted()
+    unit.runtime.leave_interrupted()
     if unit.running or unit.is_summoned:
         raise UnitStateError(
             f"rank {rank}: engine.close() inside a forward or engine.gathered() of unit {unit.name!r}; leave it first."

@@ -20,7 +20,8 @@ from tests.support.ranks import ranks, run
 from torch_shard.comm import rendezvous
 from torch_shard.comm.work import caller_line, default_store
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
-from torch_shard.runtime.load_hooks import NoteLoad, forget_loads
+from torch_shard.runtime.forward_hooks import unregister
+from torch_shard.runtime.load_hooks import notes_loads
 
 SHORT = 3.0  # seconds that a rank waits for a partner in these tests
 small = {"units": [nn.Linear], "timeout": SHORT}
@@ -417,12 +418,12 @@ def test_loading_on_all_ranks_or_inside_gathered_is_no_difference(rank):
 @ranks(2)
 def test_the_notes_of_loading_follow_a_copy_and_go_with_the_engine(rank):
     model = net()
-    torch_shard.shard(model, **small)
+    engine = torch_shard.shard(model, **small)
     twin = copy.deepcopy(model)
     if rank == 0:
         twin.load_state_dict({name: torch.ones(p.shape) for name, p in model.named_parameters()})
     step(model)  # only the copy differs
     with pytest.raises(DivergenceError, match="did not load alike"):
         step(twin)
-    forget_loads(model)
-    assert not any(isinstance(h, NoteLoad) for m in model.modules() for h in m._load_state_dict_post_hooks.values())
+    unregister(model, engine.units)
+    assert not any(notes_loads(h) for m in model.modules() for h in m._load_state_dict_post_hooks.values())

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+import torch_shard
 from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
@@ -203,6 +204,15 @@ def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, wor
         BACKWARDS[how](loss, [model.blocks[1].up.weight, model.inp.bias])
 
     train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2)
+def test_backward_with_an_edge_of_the_graph_as_its_only_input(rank):
+    model = MLP().double()
+    torch_shard.shard(model)
+    x = batch(rank, 0).requires_grad_()
+    loss_of(model(x)).backward(inputs=torch.autograd.graph.get_gradient_edge(x))
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.exhaustive(usual=True)

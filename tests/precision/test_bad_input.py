@@ -64,16 +64,6 @@ def test_ranks_with_different_precision_are_an_error_on_both(rank):
 
 
 @ranks(2)
-def test_a_scaler_without_fp16_is_an_error_before_anything_has_changed(rank):
-    pair = Mixed(MLP, Precision(param_dtype=BF16))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with pytest.raises(ConfigError, match=r"which needs none"):
-        scaler.scale(loss_of(pair.model(batch(rank, 0).float())).float()).backward()
-    assert all(p.grad is None for p in pair.model.parameters())
-    pair.train(rank, steps=1)
-
-
-@ranks(2)
 def test_a_backward_of_what_was_computed_inside_gathered_is_an_error_outside_too(rank):
     """Its gradients would go to copies."""
     pair = Mixed(MLP, Precision(param_dtype=BF16))

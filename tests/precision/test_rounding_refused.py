@@ -113,15 +113,3 @@ def test_a_step_inside_gathered_is_refused_as_ever(rank):
     with engine.gathered(), pytest.raises(ShardError, match="inside engine"):
         optimizer.step()
     optimizer.step()
-
-
-# -- a whole training -------------------------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_a_scaled_loss_is_refused(rank):
-    torch.manual_seed(0)
-    model = mlp().bfloat16()
-    torch_shard.shard(model, precision=ROUND)
-    with pytest.raises(ConfigError, match="scaled by a GradScaler"):
-        torch.amp.GradScaler("cpu").scale(loss_of(model(batch(rank, 0).bfloat16()))).backward()

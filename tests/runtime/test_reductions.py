@@ -71,7 +71,7 @@ def test_what_reductions_hold_was_predicted(rank, offload):
 
     def look(*_: object) -> None:
         making = [each.flat for each in buffers if each.flat is not None]
-        moving = [buffer for _, reduction in reductions._in_flight for buffer in (reduction.grad, reduction.received)]
+        moving = [buffer for *_, reduction in reductions._in_flight for buffer in (reduction.grad, reduction.received)]
         most.append(sum(buffer.nbytes for buffer in making + moving))
 
     for layer in model:

@@ -17,24 +17,27 @@ F = nn.functional
 
 
 class AskedUnit:
-    """Stands in for a unit: notes what it is asked, and hands out the full parameter if told to."""
+    """Stands in for a unit and its runtime: notes what it is asked, and hands out the full parameter if told to."""
+
+    in_forward = False
 
     def __init__(self, full):
         self.leaf = nn.Parameter(full)
         self.is_summoned = False
         self.gathers = self.casts = self.rounding = False
         self.host = None
+        self.runtime = self.on_demand = self
         self.asked = []
         self.done = []
 
     def unsharded_param_of(self, param):
         return self.leaf
 
-    def on_demand(self, param, func, local_ok, dtypes):
+    def begin(self, unit, param, func, local_ok, dtypes):
         self.asked.append((getattr(func, "__name__", ""), local_ok))
         return self.leaf if self.is_summoned or (self.gathers and not local_ok) else None
 
-    def on_demand_done(self, result, copies, name):
+    def end(self, unit, result, copies, name):
         self.done.append(result)
 
     def check_grad_reader(self):

@@ -21,8 +21,11 @@ from torch_shard.versions import counts_references
 
 @contextmanager
 def without_counts() -> Iterator[None]:
-    """Inside, engines are made as on a build of Python without the GIL."""
-    with mock.patch("torch_shard.comm.collectives.counts_references", return_value=False):
+    """Inside, engines are made as on a build of Python without the GIL, where counts to compare with may be too high."""
+    with (
+        mock.patch("torch_shard.comm.collectives.counts_references", return_value=False),
+        mock.patch("torch_shard.unit.flat_buffer.sys.getrefcount", return_value=1000),
+    ):
         yield
 
 
@@ -38,6 +41,10 @@ def test_counts_are_read_on_builds_with_the_gil_alone(monkeypatch: pytest.Monkey
 def test_backward_gathers_what_it_may_need_and_trains_like_plain(rank: int, world_size: int) -> None:
     with without_counts():
         pair = Pair(Chain, rank, world_size, units=UNITS)
+        _train(pair, rank, world_size)
+
+
+def _train(pair: Pair, rank: int, world_size: int) -> None:
     pair.engine.reset_peak_gathered()
     for step in range(3):
         before = pair.engine.bytes_sent
@@ -47,7 +54,8 @@ def test_backward_gathers_what_it_may_need_and_trains_like_plain(rank: int, worl
         assert pair.engine.bytes_sent - before == bytes_of_a_step("full_shard", world_size, layers=5) + more
     whole = sum(unit.full_bytes for unit in pair.engine.units)
     assert pair.engine.statistics().gathered == 0
-    assert pair.engine.statistics().peak_gathered < whole, "units are still released between forward and backward"
+    # A Python object may hold any unsharded parameter, and use it in backward whatever else has run by then.
+    assert pair.engine.statistics().peak_gathered == whole
     pair.check()
 
 
@@ -57,8 +65,8 @@ def test_backward_gathers_what_it_may_need_and_trains_like_plain(rank: int, worl
 def test_a_weight_that_was_put_aside_trains_like_plain(build, strategy, rank: int, world_size: int) -> None:
     with without_counts():
         pair = Pair(build, rank, world_size, strategy=strategy, unit_bytes=100)
-    for step in range(3):
-        pair.step(plain_backward, batch(rank, step))
+        for step in range(3):
+            pair.step(plain_backward, batch(rank, step))
     pair.check()
 
 

@@ -40,10 +40,9 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
     error: Exception | None = None
     result: Any = None
     barrier = heartbeat_barrier(port, nonce)
-    operations = port.operations
     own: Any = None
     try:
-        with _at_work(barrier), operations.unnoted() if operations is not None else contextlib.nullcontext():
+        with _at_work(barrier), port.operations.unnoted():
             result = function()
         own = key(result) if callable(key) else key
     except OSError as problem:

@@ -25,7 +25,7 @@ def agree(port: ModelPort, what: str, key: object = None, error: Exception | Non
         DivergenceError: another rank runs another operation, or the same operation with another `key`.
     """
     c, operations = port.collectives, port.operations
-    if c.world == 1 or operations is None:
+    if c.world == 1:
         if error is not None:
             raise error
         return
@@ -49,7 +49,7 @@ def any_rank(port: ModelPort, what: str, value: bool) -> bool:
         DivergenceError: another rank runs another operation.
     """
     operations = port.operations
-    if port.collectives.world == 1 or operations is None:
+    if port.collectives.world == 1:
         return value
     operations.note(zlib.crc32(what.encode()), what)
     vote = operations.check(what, torch.tensor([value], dtype=torch.uint8, device="cpu"))

@@ -19,5 +19,5 @@ class ModelPort(Protocol):
         """The collectives over the model's ranks."""
 
     @property
-    def operations(self) -> OperationSequence | None:
-        """The sequence of operations that the ranks compare; None during set-up."""
+    def operations(self) -> OperationSequence:
+        """The sequence of operations that the ranks compare."""

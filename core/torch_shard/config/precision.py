@@ -157,13 +157,6 @@ class Precision:
         reduce = compute if kept or self.reduce_dtype is None else self.reduce_dtype
         return Dtypes(stored, compute, reduce, reduce if self.keep_low_precision_grads else stored)
 
-    @property
-    def needs_no_scaler(self) -> bool:
-        """True if a scaled loss is a mistake."""
-        # Parameters with stochastic rounding are stored in bf16, and computed with in bf16 unless another dtype is asked for.
-        computed = self.param_dtype or (torch.bfloat16 if self.stochastic_rounding else None)
-        return computed is torch.bfloat16 and self.reduce_dtype is not torch.float16
-
     def check_device(self, device: torch.device) -> None:
         """Raise an UnavailableError if the device lacks one of the dtypes. Not collective."""
         for field in ("param_dtype", "reduce_dtype"):

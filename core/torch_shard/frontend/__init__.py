@@ -115,9 +115,6 @@ def in_batch(engine: Engine, batch: str) -> Iterator[None]:
     Where the descriptions differ, the ranks raise a DivergenceError that quotes both.
     """
     operations = engine._runtime.operations
-    if operations is None:  # a single rank
-        yield
-        return
     operations.batch = batch
     try:
         yield

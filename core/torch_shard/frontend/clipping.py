@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import ConfigError
-from ..grad_clip.checks import refuse_unfinished
+from ..grad_clip.checks import refuse_partials
 from ..unshard.full_values import reduced_grad_of
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def engines_over(engines: Iterable[Engine], parameters: Iterable[torch.Tensor]) 
 
 def _refuse_unreduced(engines: Iterable[Engine], parameters: Sequence[torch.Tensor]) -> None:
     for engine in engines:
-        refuse_unfinished(engine._runtime, parameters, "clipping")
+        refuse_partials(engine._runtime, parameters, "clipping")
         for p in parameters:
             reduced_grad_of(p)  # raises where it waits for its reduction
 

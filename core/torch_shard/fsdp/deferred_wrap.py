@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, SetupError, ShardError
 from ..runtime.forward_hooks import uncompiled
-from ..runtime.mixed_precision_hooks import CastOutputs
+from ..runtime.mixed_precision_hooks import cast_root_outputs
 from ..shard_tensor.tensor import ShardTensor
 from ..unshard.gathered import units_of
 from . import dcp_patch
@@ -217,7 +218,8 @@ def _shard(root: nn.Module) -> Engine:
     _refuse_own_grads(root, mark)
     settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
     settings["prefetch"] = max(settings["prefetch"], mark.prefetch, *(nested.prefetch for *_, nested in inside))
-    handles = [root.get_submodule(n).register_forward_hook(CastOutputs(dtype)) for n, dtype in outputs.items()]
+    casts = {name: partial(cast_root_outputs, dtype) for name, dtype in outputs.items()}
+    handles = [root.get_submodule(name).register_forward_hook(hook) for name, hook in casts.items()]
     device = request.device
     try:
         # The first forward may be under inference_mode, and the buffers must be ordinary tensors.

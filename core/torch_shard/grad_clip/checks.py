@@ -9,10 +9,10 @@ import torch
 from ..errors import ShardError
 from ..runtime.runtime import Runtime
 
-__all__ = ["refuse_unfinished"]
+__all__ = ["refuse_partials"]
 
 
-def refuse_unfinished(runtime: Runtime, parameters: Iterable[torch.Tensor] | None, what: str) -> None:
+def refuse_partials(runtime: Runtime, parameters: Iterable[torch.Tensor] | None, what: str) -> None:
     """Raise where `what` would do something to gradients that is not linear in them. Not collective.
 
     Args:
@@ -23,12 +23,12 @@ def refuse_unfinished(runtime: Runtime, parameters: Iterable[torch.Tensor] | Non
     Raises:
         ShardError: on all ranks; every backward of one of them since zero_grad() ran under no_sync().
     """
-    flats = [flat for unit in runtime.units for flat in unit.flats if flat.gradients.unfinished]
+    flats = [flat for flat in runtime.flats if flat.gradients.accumulation.partial]
     chosen = set(map(id, parameters)) if flats and parameters is not None else None
     with torch._C.DisableTorchFunctionSubclass():
         for flat in flats:
             for i, p in enumerate(flat.params):
-                if (chosen is None or id(p) in chosen) and flat.gradients.unfinished.has(i):
+                if (chosen is None or id(p) in chosen) and flat.gradients.accumulation.is_partial(i):
                     raise ShardError(
                         f"rank {p._spec.world_rank}: {what} with a gradient of {p._spec.name} to which only backwards under "
                         "no_sync() have added since zero_grad(). It is the mean over the ranks already, where each rank of "

@@ -1,4 +1,4 @@
-"""Norms of each unit's gradients: local norms of slices, and one message that brings the ranks' together."""
+"""Norms of each unit's gradients, for which one collective suffices."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime.runtime import Runtime
-from ..shard_tensor.attributes import get_grad
-from ..shard_tensor.tensor import ShardTensor
-from ..unit.flat_buffer import FlatBuffer
-from ..unshard.full_values import reduced_grad_of
-from .clip import local_norm, members, one_piece
+from .norms import common_shard, gather_columns, local_norm, local_shards, wide_dtype
 
 __all__ = ["grad_norms"]
-
-_WHAT = "engine.grad_norms"
 
 
 def grad_norms(
     runtime: Runtime, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """See :meth:`torch_shard.Engine.grad_norms`. Collective."""
+    """Return the norms as :meth:`torch_shard.Engine.grad_norms` says. Collective."""
     p = float(norm_type)
     if not p > 0:
         raise ConfigError(f"norm_type must be greater than 0, not {norm_type!r}.")
@@ -31,49 +25,23 @@ def grad_norms(
         runtime.in_backward.refuse("norms of gradients (engine.grad_norms)")
     chosen = None if parameters is None else {id(param) for param in parameters}
     c, units = runtime.collectives, runtime.units
-    # A row for each unit, whoever has a gradient: all ranks send alike. With tensor parallelism, a table for what it cuts, and
-    # one for what it does not.
-    comms: dict[int, Any] = {}
-    slices: dict[int, list[list[torch.Tensor]]] = {}
+    # By the id of a communicator over the ranks that share the shards: each unit's shards, whoever has a gradient, so that all
+    # ranks send alike.
+    comms: dict[int, tuple[Any, list[list[torch.Tensor | None]]]] = {}
     for number, unit in enumerate(units):
-        for flat in unit.flats:
-            if not flat.params:
-                continue
+        for flat in [flat for flat in unit.flats if flat.params]:
             comm = flat.params[0]._spec.comm
-            if id(comm) not in comms:
-                comms[id(comm)], slices[id(comm)] = comm, [[] for _ in units]
-            slices[id(comm)][number] += _slices(flat, chosen)
+            piece = common_shard(flat, chosen)
+            row = comms.setdefault(id(comm), (comm, [[] for _ in units]))[1][number]
+            row += local_shards(flat, chosen) if piece is None else [piece]
     columns = []
     with torch.no_grad():
-        for key, comm in comms.items():
-            rows = [local_norm(s, p, _compute_dtype(s), c.device).double() for s in slices[key]]
-            among, counted = members(comm, c)
-            everyone = among.all_gather(torch.stack(rows), _WHAT)  # ranks, units
-            columns.append(everyone if counted is None else everyone[counted])
-        if not columns:
+        for comm, rows in comms.values():
+            found = [[shard for shard in row if shard is not None] for row in rows]
+            norms = [local_norm(row, p, wide_dtype([s.dtype for s in row]), c.device).double() for row in found]
+            columns.append((comm, torch.stack(norms)))
+        gathered = gather_columns(c, columns, "engine.grad_norms")
+        if not gathered:
             return {}
-        norms = torch.linalg.vector_norm(torch.cat(columns), p, dim=0)
-    return {unit.name: norm for unit, norm in zip(units, norms.unbind(), strict=True)}
-
-
-def _slices(flat: FlatBuffer, chosen: set[int] | None) -> list[torch.Tensor]:
-    """Return this rank's shards of the gradients, as one tensor where they lie in one."""
-    with torch._C.DisableTorchFunctionSubclass():
-        wanted = [param for param in flat.params if chosen is None or id(param) in chosen]
-        if len(wanted) == len(flat.params):
-            base = one_piece(flat)
-            if base is not None:
-                return [base]
-        found = []
-        for param in wanted:
-            grad = reduced_grad_of(param)
-            if grad is not None and not isinstance(grad, ShardTensor):
-                grad = get_grad(param)  # a derivative that autograd made
-            if grad is not None and grad._local.numel():
-                found.append(grad._local)
-        return found
-
-
-def _compute_dtype(slices: list[torch.Tensor]) -> torch.dtype:
-    wide = any(s.dtype in (torch.float64, torch.complex128) for s in slices)
-    return torch.float64 if wide else torch.float32
+        totals = torch.linalg.vector_norm(torch.cat(gathered), p, dim=0)
+    return {unit.name: norm for unit, norm in zip(units, totals.unbind(), strict=True)}

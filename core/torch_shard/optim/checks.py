@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
-from ..grad_clip.checks import refuse_unfinished
+from ..grad_clip.checks import refuse_partials
 from ..layout.dtensor_placement import is_dtensor
 from ..numerics.stochastic_rounding import widen
 from ..shard_tensor.spec import shard_of_part
@@ -160,7 +160,7 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
     """
     if not runtime.holds_gradients():
         return
-    refuse_unfinished(runtime, params_of(optimizer), "optimizer.step()")
+    refuse_partials(runtime, params_of(optimizer), "optimizer.step()")
     for p in params_of(optimizer):
         if not isinstance(p, ShardTensor):
             continue

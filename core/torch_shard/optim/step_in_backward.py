@@ -35,8 +35,8 @@ from .host.unit_step import HostUnits
 from .optimizer_proxy import proxy_of
 
 if TYPE_CHECKING:
-    from ..runtime.backward_hooks import Use
     from ..runtime.runtime import Runtime
+    from ..runtime.use import Use
     from ..unit.unit import Unit
 
 __all__ = ["InBackward"]
@@ -82,10 +82,10 @@ class InBackward:
         self._expected: dict[int, weakref.WeakSet[Use]] = {}  # the forwards that backward has not come back to
         self._issued: dict[int, bool] = {}  # units reduced in this backward; True: they are stepped at its end
         self._gathered: set[int] = set()  # units gathered once more after their reduction
-        self._demanded: set[int] = set()  # those among them that this rank has computed with
+        self._computed_with: set[int] = set()  # those among them that this rank has computed with
         # The next backward may run through an earlier forward, which was not noted.
         self._all_at_end = bool(runtime.forward_order)
-        self._inside = self._begun = False  # see `outermost`
+        self._inside = self._begun = False  # see `enter_call`
         self._uses: dict[int, int] = {}  # the use counts of the memory of replicated units, between backwards
 
     @property
@@ -112,7 +112,7 @@ class InBackward:
         if runtime is not None:
             refuse_others(self.optimizer, runtime, "engine.step_in_backward: ")
         if not self._begun:
-            for noted in (self._stepped, self._issued, self._gathered, self._demanded):
+            for noted in (self._stepped, self._issued, self._gathered, self._computed_with):
                 noted.clear()
             self._options = [Options(group) for group in self.optimizer.param_groups]
             if self._host is not None:
@@ -151,14 +151,16 @@ class InBackward:
                             "engine.step_in_backward() out."
                         )
 
-    def outermost(self, begins: bool) -> None:
-        """Note that a call of ``torch.autograd.backward`` by the user begins or ends.
+    def enter_call(self) -> None:
+        """Note that a call of ``torch.autograd.backward`` by the user begins.
 
         It is one step, but may be several backwards for the engine: checkpoints with ``use_reentrant=True`` run a backward each.
         """
-        self._inside, self._begun = begins, False
-        if not begins:
-            self._all_at_end = False
+        self._inside, self._begun = True, False
+
+    def leave_call(self) -> None:
+        """Note that a call of ``torch.autograd.backward`` by the user has ended."""
+        self._inside = self._begun = self._all_at_end = False
 
     def take_back(self, optimizer: Any) -> None:
         """Undo what the latest backward has done to the options of `optimizer`, whose ``step()`` the user has called.
@@ -179,7 +181,7 @@ class InBackward:
             found = self._expected[use.unit.index] = weakref.WeakSet()
         found.add(use)
 
-    def reached(self, use: Use) -> None:
+    def note_reached(self, use: Use) -> None:
         """Note that backward has come back to a forward of a unit."""
         found = self._expected.get(use.unit.index)
         if found is not None:
@@ -206,39 +208,39 @@ class InBackward:
         """Return the use count of a replicated unit's memory when autograd has saved no values."""
         return self._uses.get(id(flat), flat.storage_baseline)
 
-    def gathered(self, unit: Unit) -> None:
+    def note_unsharded(self, unit: Unit) -> None:
         """Note that `unit` is unsharded, because some rank needs it."""
         if unit.index in self._issued:
             self._gathered.add(unit.index)
 
-    def demanded(self, unit: Unit) -> None:
+    def note_computed_with(self, unit: Unit) -> None:
         """Note that this rank computes with `unit` in backward."""
         again = self._gathered if unit.gathers else self._issued
         if unit.index in again:
-            self._demanded.add(unit.index)
+            self._computed_with.add(unit.index)
 
-    def marks(self) -> list[int]:
-        """Return two marks for each unit: whether it was gathered after its step, and whether this rank then computed with it.
+    def votes(self) -> list[int]:
+        """Return two votes for each unit: whether it was gathered after its step, and whether this rank then computed with it.
 
-        At the end of backward the ranks compare their marks; the largest counts.
+        At the end of backward the ranks compare their votes; the largest counts.
         """
         runtime = self._runtime()
-        marks: list[int] = []
+        votes: list[int] = []
         for unit in runtime.units if runtime is not None else ():
             stepped = self._issued.get(unit.index) is False
             here = self._gathered if unit.gathers else self._issued
-            marks += [stepped and unit.index in here, unit.index in self._demanded]
-        return marks
+            votes += [stepped and unit.index in here, unit.index in self._computed_with]
+        return votes
 
-    def check(self, marks: Sequence[int]) -> None:
-        """Raise if, by the `marks` of all ranks, backward has computed with a unit after its step.
+    def check_votes(self, votes: Sequence[int]) -> None:
+        """Raise if, by the `votes` of all ranks, backward has computed with a unit after its step.
 
         Raises:
             ShardError: on all ranks; a unit was needed once more when some rank may have stepped it.
         """
         runtime = self._runtime()
         for i, unit in enumerate(runtime.units if runtime is not None else ()):
-            if all(marks[2 * i : 2 * i + 2]):
+            if all(votes[2 * i : 2 * i + 2]):
                 raise ShardError(
                     f"{self._where}backward computed with {unit.names[0]} (unit {unit.name!r}) once more after its step, by a "
                     "checkpoint with use_reentrant=True, a hook, or a graph that other ranks do not have; plain torch calls "

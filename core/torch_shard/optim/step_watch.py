@@ -149,8 +149,8 @@ class StepWatch:
         backend.forget()
         name = type(optimizer).__name__
         for held in runtimes_of(optimizer) or [runtime]:
-            if held.operations is not None:  # a call on some ranks only would mix old and new state
-                held.operations.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
+            # A call on some ranks only would mix old and new state.
+            held.operations.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
 
     def _led(self, optimizer: Any) -> Runtime | None:
         """Return the runtime if this watch leads the steps of `optimizer`."""
@@ -220,7 +220,7 @@ class StepWatch:
         runtime = self._runtime()
         assert runtime is not None
         if optimizer is None:
-            runtime.in_backward = runtime.reductions.on_published = None
+            runtime.in_backward = None
             return
         kind = kind_of(type(optimizer))
         if kind != "elementwise":
@@ -237,7 +237,6 @@ class StepWatch:
         refuse_others(optimizer, runtime, "step_in_backward: ")
         refuse_offloaded(optimizer, [runtime], kind)
         runtime.in_backward = InBackward(optimizer, runtime)
-        runtime.reductions.on_published = runtime.in_backward.step
 
     # -- optimizers that torch's hooks don't see -----------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:

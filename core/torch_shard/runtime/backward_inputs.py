@@ -1,10 +1,9 @@
-"""`backward(inputs=parameters)` for sharded parameters: the one function of torch's namespace that is wrapped.
+"""The wrapper of `torch.autograd.backward`, through which engines hear of each backward of the user's before it starts.
 
-`loss.backward(inputs=[...])` hands plain Python objects to autograd's C++ engine, which would find that a sharded
-parameter is no leaf of the graph and silently do nothing. No hook of torch sees that call. So `torch.autograd.backward` is
-wrapped once, for the life of the process; without sharded inputs the wrapper changes no argument. The wrapper also tells
-every engine when a user's backward begins and ends. `torch.autograd.grad` needs no wrapper, because it honours
-`__torch_function__`. Tested on torch 2.13.
+The wrapper also puts unsharded parameters behind sharded ones among the `inputs` of ``loss.backward(inputs=[...])``: autograd's
+C++ engine would find that a sharded parameter is no leaf of the graph, and silently do nothing. Without sharded inputs the
+wrapper changes no argument. It is there once, for the life of the process. `torch.autograd.grad` needs no wrapper, because it
+honours `__torch_function__`. Tested on torch 2.13.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
-from ..shard_tensor.tensor import ShardTensor
+from ..unit.unit import unit_of
+from ..utils.autograd_private import graph_task
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -29,7 +30,7 @@ _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def install(runtime: Runtime) -> None:
-    """Have `runtime` follow `torch.autograd.backward` from now on, which is wrapped once."""
+    """Have `runtime` hear of each call of `torch.autograd.backward` from now on."""
     _runtimes.add(runtime)
     original = torch.autograd.backward
     if getattr(original, "_torch_shard", False):
@@ -44,8 +45,8 @@ def install(runtime: Runtime) -> None:
         except TypeError:
             return original(*args, **kwargs)  # raises torch's own error
         if given.arguments.get("inputs") is not None:
-            given.arguments["inputs"] = _with_leaves(given.arguments["inputs"])
-        if torch._C._current_graph_task_id() != -1:  # inside another backward, for which the runtimes are prepared
+            given.arguments["inputs"] = _with_unsharded(given.arguments["inputs"])
+        if graph_task() != -1:  # inside another backward, for which the runtimes are prepared
             return original(*given.args, **given.kwargs)
         with contextlib.ExitStack() as stack:
             for runtime in list(_runtimes):
@@ -56,9 +57,9 @@ def install(runtime: Runtime) -> None:
     torch.autograd.backward = backward  # type: ignore[assignment]
 
 
-def _with_leaves(inputs: Any) -> Any:
-    """Return the `inputs` of a backward, with the unsharded parameter after each sharded one."""
-    if isinstance(inputs, torch.Tensor):
+def _with_unsharded(inputs: Any) -> Any:
+    """Return the `inputs` of a backward, with the unsharded parameter behind each sharded one."""
+    if isinstance(inputs, (torch.Tensor, GradientEdge)):
         inputs = [inputs]
     elif isinstance(inputs, dict):
         inputs = inputs.values()
@@ -67,8 +68,7 @@ def _with_leaves(inputs: Any) -> Any:
     translated = []
     for item in inputs:
         translated.append(item)
-        if isinstance(item, ShardTensor):
-            unit = item._unit
-            if unit is not None:
-                translated.append(unit.differentiable(item))
+        unit = unit_of(item)
+        if unit is not None:
+            translated.append(unit.differentiable(item))
     return translated

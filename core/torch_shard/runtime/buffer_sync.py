@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +19,6 @@ class BufferSync:
         self.due = (
             True  # as under DDP, before the first forward and before each forward after one whose backward reduces
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BufferSync:
-        other = copy.copy(self)
-        memo[id(self)] = other
-        return other
 
     def synchronise(self, root: nn.Module) -> None:
         """Broadcast the buffers of `root`; call right after the ranks have agreed to begin a forward. Collective."""

@@ -21,7 +21,7 @@ def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
     """Register `hook`, as :meth:`torch_shard.Engine.register_comm_hook` says. Collective."""
     what = "engine.register_comm_hook"
     error: Exception | None = None
-    gradients = [flat.gradients for unit in runtime.units for flat in unit.flats]
+    gradients = [flat.gradients for flat in runtime.flats]
     try:
         if not callable(hook):
             raise ConfigError(f"hook must be callable, not {type(hook).__name__}.")

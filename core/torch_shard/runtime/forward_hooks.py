@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +20,9 @@ from ..unit.phases import BACKWARD
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import own_memory, tensors_in
 from . import mixed_precision_hooks
-from .backward_hooks import Use
 from .interrupted_forwards import ended, forward_frame
-from .load_hooks import forget_loads
-from .registry import runtime_of
+from .load_hooks import note_load
+from .use import Use
 
 if TYPE_CHECKING:
     from ..unit.unit import Unit
@@ -186,57 +186,43 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     return uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
 
 
-class EnterUnit:
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        _call(runtime_of(self.unit).forwards.enter, self.unit)
+def _enter_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any) -> None:
+    _call(runtime.forwards.enter, unit)
 
 
-class ExitUnit:
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _call(runtime_of(self.unit).forwards.exit, self.unit, output)
+def _exit_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+    return _call(runtime.forwards.exit, unit, output)
 
 
-class BeginModel:
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        _call(self.runtime.forwards.begin, module)
+def _begin_model(runtime: Runtime, module: nn.Module, args: Any) -> None:
+    _call(runtime.forwards.begin, module)
 
 
-class FinishModel:
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _call(self.runtime.forwards.finish)
+def _finish_model(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
+    _call(runtime.forwards.finish)
 
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
-    """Hook the root module and every trigger module."""
+    """Hook the root module and every trigger module. The hooks are objects that are copied with the model."""
     runtime.registrations.root = weakref.ref(root)
     runtime.registrations.changed = False
     for unit in units:
         for module in unit.triggers:
-            module.register_forward_pre_hook(EnterUnit(unit), prepend=True)
-            module.register_forward_hook(ExitUnit(unit), always_call=True)
-    root.register_forward_pre_hook(BeginModel(runtime), prepend=True)
-    root.register_forward_hook(FinishModel(runtime), always_call=True)
+            module.register_forward_pre_hook(partial(_enter_unit, runtime, unit), prepend=True)
+            module.register_forward_hook(partial(_exit_unit, runtime, unit), always_call=True)
+    root.register_forward_pre_hook(partial(_begin_model, runtime), prepend=True)
+    root.register_forward_hook(partial(_finish_model, runtime), always_call=True)
+
+
+_HOOKS = (_enter_unit, _exit_unit, _begin_model, _finish_model, note_load, *mixed_precision_hooks.HOOKS)
 
 
 def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
-    """Remove the hooks of :func:`register`, also from a copied model, for which there are no handles."""
-    forget_loads(root)
-    mixed_precision_hooks.unregister(root)
-    modules = {id(m): m for m in [root, *(t for u in units for t in u.triggers)]}
-    for module in modules.values():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, h in hooks.items() if isinstance(h, (EnterUnit, ExitUnit, BeginModel, FinishModel))]:
-                del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
+    """Remove the engine's hooks from all modules, also from those of a copied model, for which there are no handles."""
+    for module in {*root.modules(), *(trigger for unit in units for trigger in unit.triggers)}:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "func", None) in _HOOKS:
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                    module._forward_hooks_always_called.pop(key, None)

@@ -20,7 +20,6 @@ class GatherOrder:
         self.ahead = ahead
         self.last: tuple[Event | None, Event | None] = (None, None)
         self._successors: dict[tuple[Event | None, Event | None], Event] = {}
-        self._ahead: dict[tuple[Event | None, Event | None], list[int]] = {}  # results of `upcoming`, by `last`
 
     @property
     def phase(self) -> int | None:
@@ -36,17 +35,13 @@ class GatherOrder:
         known = self._successors.get(self.last) == event
         if not known:
             self._successors[self.last] = event
-            self._ahead.clear()
         self.last = (self.last[1], event)
         return known
 
     def upcoming(self) -> list[int]:
         """Return the next units of this phase, at most ``ahead``; never those of the next forward or backward."""
         pair = self.last
-        known = self._ahead.get(pair)
-        if known is not None:
-            return known
-        found = self._ahead[pair] = []
+        found: list[int] = []
         while len(found) < self.ahead:
             event = self._successors.get(pair)
             if event is None or event[0] != self.phase or event[2]:
@@ -76,4 +71,3 @@ class GatherOrder:
         """Forget all events, and learn anew."""
         self.last = (None, None)
         self._successors.clear()
-        self._ahead.clear()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ..utils.pytree import tensors_in
 
 __all__ = ["follow", "is_running"]
 
@@ -49,22 +51,13 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
         result = original(self, outputs)
-        return _marked(result) if self.is_enabled() else result
+        for scaled in tensors_in(result) if self.is_enabled() else ():
+            if scaled.requires_grad:
+                scaled.register_hook(_begins)
+        return result
 
     scale._torch_shard = True  # type: ignore[attr-defined]
     return scale
-
-
-def _marked(scaled: Any) -> Any:
-    if isinstance(scaled, torch.Tensor):
-        if scaled.requires_grad:
-            scaled.register_hook(_begins)
-    elif isinstance(scaled, (list, tuple)):
-        for each in scaled:
-            _marked(each)
-    elif isinstance(scaled, Iterable):  # an iterator, whose items are scaled as it runs
-        return map(_marked, scaled)
-    return scaled
 
 
 def _begins(grad: torch.Tensor) -> None:

@@ -4,44 +4,36 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..comm.divergence import LOADS
-from .registry import runtime_of
 
 if TYPE_CHECKING:
     from ..unit.unit import Unit
+    from .runtime import Runtime
 
 
-class NoteLoad:
-    """A post-hook of ``load_state_dict`` that adds the load to the sequence that the ranks compare.
+def note_load(runtime: Runtime, unit: Unit, name: str, module: nn.Module, keys: Any) -> None:
+    """Add a load into the module called `name` to the sequence that the ranks compare; a post-hook of ``load_state_dict``.
 
     Each rank copies into its own shards, and no collective would miss a rank. The ranks compare their sequences when the
     next forward begins.
     """
-
-    def __init__(self, unit: Unit, name: str) -> None:
-        self.unit, self.name = unit, name
-
-    def __call__(self, module: nn.Module, keys: Any) -> None:
-        operations = runtime_of(self.unit).operations
-        # Inside engine.gathered one rank may load for all ranks; the values are sent when it ends.
-        if operations is not None and not self.unit.is_summoned:
-            operations.note(zlib.crc32(self.name.encode()), f"{LOADS}{self.name or 'the root module'!r}")
+    # Inside engine.gathered one rank may load for all ranks; the values are sent when it ends.
+    if not unit.is_summoned:
+        runtime.operations.note(zlib.crc32(name.encode()), f"{LOADS}{name or 'the root module'!r}")
 
 
-def note_loads(unit: Unit, modules: Mapping[str, nn.Module]) -> None:
+def notes_loads(hook: Any) -> bool:
+    """Return True for a hook that :func:`note_loads` has registered."""
+    return getattr(hook, "func", None) is note_load
+
+
+def note_loads(runtime: Runtime, unit: Unit, modules: Mapping[str, nn.Module]) -> None:
     """Have loads into `modules`, which hold parameters of `unit`, noted."""
     for name, module in modules.items():
-        if not any(isinstance(hook, NoteLoad) for hook in module._load_state_dict_post_hooks.values()):
-            module.register_load_state_dict_post_hook(NoteLoad(unit, name))
-
-
-def forget_loads(root: nn.Module) -> None:
-    """Remove the hooks of :func:`note_loads`."""
-    for module in root.modules():
-        hooks = module._load_state_dict_post_hooks
-        for key in [k for k, hook in hooks.items() if isinstance(hook, NoteLoad)]:
-            del hooks[key]
+        if not any(notes_loads(hook) for hook in module._load_state_dict_post_hooks.values()):
+            module.register_load_state_dict_post_hook(partial(note_load, runtime, unit, name))

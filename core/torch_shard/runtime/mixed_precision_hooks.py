@@ -1,13 +1,11 @@
 """Hooks that cast modules' inputs and outputs to the dtypes of :class:`~torch_shard.config.precision.Precision`.
 
-The hooks are objects, so that they are copied with the model.
+The hooks are partials of functions, so that they are copied with the model, and what they hold with them.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +13,12 @@ from torch import nn
 
 from ..config.precision import Precision
 from ..shard_tensor.tensor import ShardTensor
-from ..utils.pytree import replace, tensors_in
+from ..utils.pytree import map_tensors, replace, tensors_in
 
 if TYPE_CHECKING:
     from ..unit.unit import Unit
 
-__all__ = ["cast", "moved", "register", "unregister"]
-
-_DEPTH = 8
+__all__ = ["HOOKS", "cast", "cast_outputs", "cast_root_outputs", "moved", "register"]
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -35,7 +31,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         plain = not isinstance(tensor, ShardTensor) and tensor.is_floating_point() and tensor.element_size() > 1
         return tensor.to(dtype) if plain else tensor
 
-    return _changed(value, to_dtype, _DEPTH)
+    return map_tensors(value, to_dtype)
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -45,34 +41,7 @@ def moved(value: Any, device: torch.device) -> Any:
         plain = not isinstance(tensor, ShardTensor) and tensor.device.type == "cpu"
         return tensor.to(device, non_blocking=True) if plain else tensor
 
-    return _changed(value, to_device, _DEPTH)
-
-
-def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if depth == 0:
-        return value
-    if type(value) in (tuple, list) or isinstance(value, tuple):
-        items = [_changed(item, change, depth - 1) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {k: new for k, v in value.items() if (new := _changed(v, change, depth - 1)) is not v}
-        if changed:
-            value = copy.copy(value)
-            for key, new in changed.items():
-                value[key] = new
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        changed = {k: new for k in names if (new := _changed(old := getattr(value, k), change, depth - 1)) is not old}
-        if changed:
-            value = copy.copy(value)  # not dataclasses.replace, which runs __init__ again
-            for key, new in changed.items():
-                object.__setattr__(value, key, new)
-    return value
+    return map_tensors(value, to_device)
 
 
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
@@ -81,71 +50,50 @@ def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
     return replace(value, {id(t): t.to(dtype) for t in found if not isinstance(t, ShardTensor)}) if found else value
 
 
-class CastInputs:
-    """A pre-hook that casts the inputs of a module of `units` to the dtype of the computation.
+def cast_inputs(
+    units: list[Unit], compute: torch.dtype, stored: torch.dtype, module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Cast the inputs of a module of `units` to the dtype of the computation; a pre-hook.
 
     Inside ``engine.gathered`` parameters have the dtype in which they are stored, and so have the inputs.
     """
-
-    def __init__(self, units: list[Unit], compute: torch.dtype, stored: torch.dtype) -> None:
-        self.units, self.compute, self.stored = units, compute, stored
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        dtype = self.stored if all(unit.is_summoned for unit in self.units) else self.compute
-        return cast(args, dtype), cast(kwargs, dtype)
+    dtype = stored if all(unit.is_summoned for unit in units) else compute
+    return cast(args, dtype), cast(kwargs, dtype)
 
 
-class MoveInputs:
-    """A pre-hook of the root module that moves inputs on the CPU to the device that computes.
+def move_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Move inputs of the root module that are on the CPU to `device`, which computes; a pre-hook.
 
     It is there where parameters are in host memory, so that the model appears to be on the CPU.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return moved(args, self.device), moved(kwargs, self.device)
+    return moved(args, device), moved(kwargs, device)
 
 
-class KeepIn:
-    """A pre-hook that casts the inputs of a module that computes in the dtype in which it is stored."""
+def keep_inputs(
+    stored: torch.dtype, given: list[torch.dtype | None], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Cast the inputs of a module that computes in the dtype in which it is `stored`; a pre-hook.
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.given: list[torch.dtype | None] = []  # the inputs' dtypes of the running forwards, the innermost last
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)] or tensors_in((args, kwargs))
-        self.given.append(next((t.dtype for t in given if t.is_floating_point()), None))
-        return cast(args, self.dtype), cast(kwargs, self.dtype)
-
-
-class KeepOut:
-    """A forward hook beside :class:`KeepIn` that casts the outputs to the dtype that the inputs had.
-
-    It is called also when the forward has raised.
+    `given` gets the dtype that the inputs had, behind those of other running forwards.
     """
-
-    def __init__(self, before: KeepIn) -> None:
-        self.before = before
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = self.before.given.pop() if self.before.given else None
-        return output if dtype is None or output is None else cast_outputs(output, dtype)
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)] or tensors_in((args, kwargs))
+    given.append(next((t.dtype for t in tensors if t.is_floating_point()), None))
+    return cast(args, stored), cast(kwargs, stored)
 
 
-class CastOutputs:
-    """A forward hook that casts the outputs of the root module."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return cast_outputs(output, self.dtype)
+def keep_outputs(given: list[torch.dtype | None], module: nn.Module, args: Any, output: Any) -> Any:
+    """Cast the outputs to the dtype that the inputs had before :func:`keep_inputs`; also called when the forward has raised."""
+    dtype = given.pop() if given else None
+    return output if dtype is None or output is None else cast_outputs(output, dtype)
 
 
-_HOOKS = (CastInputs, MoveInputs, KeepIn, KeepOut, CastOutputs)
+def cast_root_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    """Cast the outputs of the root module; a forward hook."""
+    return cast_outputs(output, dtype)
+
+
+HOOKS = (cast_inputs, move_inputs, keep_inputs, keep_outputs, cast_root_outputs)
+"""The functions whose partials are hooks."""
 
 
 def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
@@ -154,10 +102,10 @@ def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
     inside_kept = {m for top in kept for m in top.modules()}
     if precision.cast_inputs:
         for module in kept:
-            before = KeepIn(_stored(module, precision))
+            given: list[torch.dtype | None] = []
+            before = partial(keep_inputs, _stored(module, precision), given)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            module.register_forward_hook(KeepOut(before), always_call=True)
-    if precision.cast_inputs:
+            module.register_forward_hook(partial(keep_outputs, given), always_call=True)
         triggers: dict[nn.Module, list[Unit]] = {root: list(units)}
         for unit in units if precision.cast_inputs is True else ():
             for module in unit.triggers:
@@ -168,23 +116,13 @@ def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
             if module in inside_kept or not dtypes:
                 continue
             compute = precision.param_dtype or min(dtypes, key=lambda dtype: dtype.itemsize)
-            hook = CastInputs(own, compute, _stored(module, precision))
+            hook = partial(cast_inputs, own, compute, _stored(module, precision))
             module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     device = units[0].collectives.device if units else None
     if device is not None and device.type != "cpu" and units[0].host is not None:
-        root.register_forward_pre_hook(MoveInputs(device), prepend=True, with_kwargs=True)
+        root.register_forward_pre_hook(partial(move_inputs, device), prepend=True, with_kwargs=True)
     if precision.output_dtype is not None:
-        root.register_forward_hook(CastOutputs(precision.output_dtype))
-
-
-def unregister(root: nn.Module) -> None:
-    """Remove the hooks of :func:`register`."""
-    for module in root.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [k for k, h in hooks.items() if isinstance(h, _HOOKS)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        root.register_forward_hook(partial(cast_root_outputs, precision.output_dtype))
 
 
 def _stored(module: nn.Module, precision: Precision) -> torch.dtype:

@@ -17,7 +17,7 @@ from ..unit.full_values import full_flat
 from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
-from .backward_hooks import Use
+from .use import Use
 
 if TYPE_CHECKING:
     from ..unit.flat_buffer import FlatBuffer
@@ -91,7 +91,7 @@ class OnDemand:
         replicated = differentiable and (averaged or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
             return None
-        if runtime.operations is None:
+        if not runtime.is_ready:
             # Set-up lets a model on meta initialise shards, and full parameters where this error is raised.
             raise gather_error(param, name)
         flat, index = unit.find(param)
@@ -117,11 +117,9 @@ class OnDemand:
 
     def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
         """Return the unsharded parameter with its stored values, where modules compute with others. Collective."""
-        operations = self.runtime.operations
-        if operations is not None:
-            text = f"gathers the stored values of unit {unit.name!r}"
-            operations.note(zlib.crc32(text.encode()), text)
-            operations.check(text)
+        text = f"gathers the stored values of unit {unit.name!r}"
+        self.runtime.operations.note(zlib.crc32(text.encode()), text)
+        self.runtime.operations.check(text)
         full = full_flat(flat, unit.gather_text)
         if full is flat.shard:
             full = full.clone()
@@ -148,7 +146,7 @@ class OnDemand:
             )
         return True
 
-    def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
+    def end(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
         """End the operation for which :meth:`begin` was called, also when it has raised.
 
         Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from ..unit.gradient_buffer import GradientBuffer
     from ..unit.unit import Unit
-    from .backward_hooks import Use
+    from .use import Use
 
 __all__ = ["StepInBackward"]
 
@@ -24,29 +24,32 @@ class StepInBackward(Protocol):
     def end(self) -> None:
         """End the backward: step what is left."""
 
-    def outermost(self, begins: bool) -> None:
-        """Note that the user's call of backward begins (True) or has ended (False)."""
+    def enter_call(self) -> None:
+        """Note that the user's call of backward begins, in which several backwards may run."""
+
+    def leave_call(self) -> None:
+        """Note that the user's call of backward has ended."""
 
     def expect(self, use: Use) -> None:
         """Note that backward will come back to `use`."""
 
-    def reached(self, use: Use) -> None:
+    def note_reached(self, use: Use) -> None:
         """Note that backward has come to `use`."""
 
-    def demanded(self, unit: Unit) -> None:
+    def note_computed_with(self, unit: Unit) -> None:
         """Note that backward computes with `unit`."""
 
-    def gathered(self, unit: Unit) -> None:
+    def note_unsharded(self, unit: Unit) -> None:
         """Note that `unit` is unsharded."""
 
     def postpones(self, unit: Unit) -> bool:
         """Return True if `unit` may not be stepped before the end of backward."""
 
-    def marks(self) -> list[int]:
+    def votes(self) -> list[int]:
         """Return this rank's bytes for the comparison at the end of backward."""
 
-    def check(self, marks: Sequence[int]) -> None:
-        """Raise if the ranks' reduced marks say that a rank has failed."""
+    def check_votes(self, votes: Sequence[int]) -> None:
+        """Raise if the largest votes of the ranks say that backward has computed with stepped values."""
 
     def step(self, gradients: GradientBuffer) -> None:
         """Step the parameters whose reduced gradients these are."""

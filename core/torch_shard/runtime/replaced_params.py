@@ -7,7 +7,6 @@ registered anywhere. The hook here only sets a flag, and the next forward then l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -41,12 +40,11 @@ class Registrations:
             # torch keeps these hooks for all modules of the process; they must not outlive this object.
             weakref.finalize(self, register(registered).remove)
 
-    def check(self, runtime: Any, leaves: Iterable[nn.Parameter]) -> None:
+    def check(self, runtime: Any) -> None:
         """Raise if the model holds a parameter that `runtime` does not know. Not collective.
 
         Args:
             runtime: whose units the parameters must belong to.
-            leaves: gathered parameters that modules may hold at this moment.
 
         Raises:
             ReplacedParameterError: names the parameter.
@@ -54,7 +52,8 @@ class Registrations:
         root = self.root() if self.root is not None else None
         if root is None:
             return
-        known = {id(leaf) for leaf in leaves}
+        # Modules may hold unsharded parameters at this moment.
+        known = {id(p) for flat in runtime.flats for p in flat.unsharded_params}
         ignored = {without_wrappers(name) for name in self.ignored}
         for name, p in root.named_parameters():
             if isinstance(p, ShardTensor):

@@ -25,7 +25,6 @@ from torch import nn
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
 from ..comm.traffic_statistics import GatheredBytes
-from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, ShardError, ShardPicklingError, UnitStateError
 from ..plan.matrix_owners import OwnerMaps
@@ -34,13 +33,13 @@ from ..unit.phases import BACKWARD, EVALUATION, FORWARD, PHASES
 from ..unit.unit import State, Unit
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
-from .backward_hooks import EndOfBackward, Use
 from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
 from .on_demand import OnDemand
 from .reduce_schedule import PAUSE, ReduceSchedule
 from .replaced_params import Registrations
 from .unshard_schedule import UnshardSchedule
+from .use import Use
 
 if TYPE_CHECKING:
     from ..offload.host import Host
@@ -59,30 +58,29 @@ class Runtime:
         if host is not None:
             host.users.add(self)
         self.units: list[Unit] = []
-        self.by_index: dict[int, Unit] = {}  # with gaps in the copy of a submodule
         self.gathered_bytes = GatheredBytes()
         self.buffers: BufferSync | None = None
-        self.operations: OperationSequence | None = None
+        channel = collectives.gather_channel
+        self.engine_order = channel.groups.engine_order if channel is not None else None
+        # Of this rank, to be compared with the other ranks'. Its `number` is this engine's among those over the same groups, 0
+        # for a copy that has not run yet.
+        self.operations = OperationSequence(collectives, self.engine_order)
         self.require_sync = True
         self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)
         self.forwards = Forwards(self)
+        self.is_ready = False  # set-up has ended
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.on_demand = OnDemand(self)
-        self.schedule = UnshardSchedule(
-            config, self.by_index, replicated=collectives.size == 1 < collectives.data_parallel_size
-        )
+        self.schedule = UnshardSchedule(config, collectives, self.operations)
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward
         self.forward_reduces = False  # `reduces_each` at the last forward
-        self.end: weakref.ref[EndOfBackward] | None = None
+        self.end: weakref.ref[Any] | None = None  # the callback at the end of the running backward
         self.state_dict_settings: Any = None  # see torch_shard.state_dict_type
         self.tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
         self.syncing = True  # the running backward reduces
-        self.reductions = ReduceSchedule(collectives, self.note_issued)
-        channel = collectives.gather_channel
-        self.engine_order = channel.groups.engine_order if channel is not None else None
-        self.number = 0  # of this engine among those over the same groups; 0 for a copy that has not run yet
+        self.reductions = ReduceSchedule(self)
         self.original = 0  # the number of the engine that this one is a copy of
         self.checked = False  # deferred gradients were checked before the running backward
         self.refusal: ShardError | None = None  # the error of that check, raised if the backward comes to this engine
@@ -91,39 +89,40 @@ class Runtime:
         self.owners = OwnerMaps()  # of optimizers that step on full matrices
         self.in_backward: StepInBackward | None = None  # the optimizer that steps during backward
         self.steps: weakref.ref[Any] | None = None  # watches optimizers' steps, once there is an engine
-        self.refuses_scaled = precision_of(config.precision).needs_no_scaler
         quantized = config.quantized
         # Error feedback carries residuals from one step to the next. A scaler changes their scale, and skips steps.
         self.feeds_back = quantized is not None and quantized.gradients is not None and quantized.error_feedback
-        if self.refuses_scaled or self.feeds_back:
+        if self.feeds_back:
             grad_scaler.follow()
 
     def add(self, unit: Unit) -> None:
         """Add `unit` to the units of this runtime."""
-        unit.runtime = self
         self.units.append(unit)
         self.units.sort(key=lambda u: u.index)
-        self.by_index[unit.index] = unit
+        self.schedule.units[unit.index] = unit
+
+    @property
+    def flats(self) -> list[FlatBuffer]:
+        """The flat buffers of all units."""
+        return [flat for unit in self.units for flat in unit.flats]
 
     def ready(self) -> None:
         """Prepare to compare sequences with the other ranks; call when all units are added."""
+        self.is_ready = True
         if self.engine_order is not None:
             self.engine_order.join(self)
             self.engine_order.widen(2 + sum(4 + len(u.params) for u in self.units))
-        self.operations = self.schedule.operations = OperationSequence(self.collectives, self.engine_order)
-        # Ranks that have differed remember different orders of unshards.
-        self.operations.on_difference = self.schedule.order.forget
 
     def number_as_new(self) -> None:
         """Take a number for this engine. Call on all ranks, for all engines in one order."""
-        if self.engine_order is not None and self.operations is not None:
-            self.number = self.operations.number = self.engine_order.number()
+        if self.engine_order is not None:
+            self.operations.number = self.engine_order.number()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives, self.host)
         memo[id(self)] = other
         other.ready()
-        other.original = self.number or self.original
+        other.original = self.operations.number or self.original
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook
@@ -166,17 +165,12 @@ class Runtime:
         found += [base for t in found if (base := t._base) is not None and base.requires_grad and not base.is_leaf]
         if self.in_backward is not None and found:
             self.in_backward.expect(use)
-        if not unit.gathers:
-            # Deferred gradients have to be reduced also by a backward in which no parameter of the unit gets a gradient.
-            if use.versions or self.in_backward is not None or unit.holds_gradients():
-                check = functools.partial(self.check_use, use)
-                for tensor in found:
-                    tensor.register_hook(check)
-            return
-        trigger = functools.partial(self.trigger, use)
-        for tensor in found:
-            tensor.register_hook(trigger)
-        if use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
+        # Deferred gradients have to be reduced also by a backward in which no parameter of the unit gets a gradient.
+        if unit.gathers or use.versions or self.in_backward is not None or unit.holds_gradients():
+            trigger = functools.partial(self.trigger, use)
+            for tensor in found:
+                tensor.register_hook(trigger)
+        if unit.gathers and use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
             # Backward may reach this use without its trigger. There is no tensor to hook, or the user has put an unsharded
             # parameter aside, or a later tensor than those found has left the forward some other way. So the unit stays
             # unsharded until backward ends.
@@ -186,14 +180,12 @@ class Runtime:
         """Raise if a parameter was added since sharding."""
         for unit in self.units:
             unit.forget_modules()
-        leaves = [leaf for u in self.units for f in u.flats for leaf in f.unsharded_params]
-        self.registrations.check(self, leaves)
+        self.registrations.check(self)
 
     def synchronise_buffers(self, root: nn.Module) -> None:
         """Broadcast the buffers of rank 0, if a training forward may have changed them since the last time. Collective."""
         if self.buffers is None or not self.buffers.due or self.solo:
             return
-        assert self.operations is not None
         self.operations.note(*self.buffers.signature(root))
         if not self.session:
             self._open_session()
@@ -211,9 +203,8 @@ class Runtime:
             self.schedule.agree_on_changes("the start of a forward")
             return
         self.session = self.schedule.fresh = True
-        assert self.operations is not None
-        if self.engine_order is not None and not self.number:
-            self.number = self.operations.number = self.engine_order.number_of_copy(self.original)
+        if self.engine_order is not None and not self.operations.number:
+            self.operations.number = self.engine_order.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
         self.operations.note_batch()
         self.operations.note(1 + phase, f"begins a {PHASES[phase]}")
@@ -233,23 +224,19 @@ class Runtime:
         if unit.gathers:
             self.schedule.unshard(unit, phase)
         if phase == BACKWARD and self.in_backward is not None:
-            self.in_backward.demanded(unit)
+            self.in_backward.note_computed_with(unit)
 
     # -- backward -----------------------------------------------------------------------------------------------
-    def check_use(self, use: Use, grad: torch.Tensor) -> None:
-        """Check `use` of a unit that is always unsharded; a tensor hook on the outputs of its forward."""
-        if use.unit.holds_gradients():
-            self.arm()
-        if self.in_backward is not None:
-            self.in_backward.reached(use)
-        use.check()
-
     def trigger(self, use: Use, grad: torch.Tensor) -> None:
         """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
-        self.arm()
         unit = use.unit
+        if unit.gathers or unit.holds_gradients():
+            self.arm()
         if self.in_backward is not None:
-            self.in_backward.reached(use)
+            self.in_backward.note_reached(use)
+        if not unit.gathers:
+            use.check()
+            return
         if unit.is_summoned:
             return
         if torch.is_grad_enabled():  # create_graph: the new graph needs the values once more
@@ -279,32 +266,30 @@ class Runtime:
             return
         try:
             try:
-                for unit in self.units:
-                    for flat in unit.flats:
-                        flat.gradients.check_deferred()
+                for flat in self.flats:
+                    flat.gradients.check_accumulation()
             except ShardError as error:
                 self.refusal = error
             self.checked = True
             if self.in_backward is not None:
-                self.in_backward.outermost(True)
+                self.in_backward.enter_call()
             yield
         finally:
             refused, self.refusal = self.refusal is not None, None
             self.checked = False
             if self.in_backward is not None:
-                self.in_backward.outermost(False)
+                self.in_backward.leave_call()
             if not refused:  # the next backward must find a refused change again
-                for unit in self.units:
-                    for flat in unit.flats:
-                        flat.gradients.keep_deferred()
+                for flat in self.flats:
+                    flat.gradients.accumulation.keep()
 
     def holds_gradients(self) -> bool:
         """Return True if gradients are deferred, partially accumulated, or were lost while they were deferred."""
-        lost = (flat.gradients.lost or flat.gradients.unfinished for unit in self.units for flat in unit.flats)
-        return any(unit.holds_gradients() for unit in self.units) or any(lost)
+        gradients = [flat.gradients for flat in self.flats]
+        return any(g.flat is not None or g.lost or g.accumulation.partial for g in gradients)
 
     def arm(self) -> None:
-        """Begin a backward of this engine, once for each, and have `EndOfBackward` called when its graph task ends."""
+        """Begin a backward of this engine, once for each, and have :meth:`end_backward` called when its graph task ends."""
         task = graph_task()
         if task in self.tasks:
             return
@@ -316,11 +301,6 @@ class Runtime:
             return
         if self.refusal is not None:
             raise self.refusal
-        if self.refuses_scaled and grad_scaler.is_running():
-            raise ConfigError(
-                f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.precision computes in "
-                "bfloat16, which needs none. Leave the scaler out (GradScaler(enabled=False)), or use torch.float16."
-            )
         if self.feeds_back and self.collectives.size > 1 and grad_scaler.is_running():
             raise ConfigError(
                 f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.quantized keeps what "
@@ -332,7 +312,6 @@ class Runtime:
         self.syncing = self.forward_sync or self.forward_reduces
         partial = self.syncing and not self.forward_sync and self.collectives.data_parallel_size > 1
         for unit in self.units:
-            unit.rounds = 0
             for use in (*unit.uses, *unit.kept):
                 use.check()
             for flat in unit.flats:
@@ -346,7 +325,8 @@ class Runtime:
         self.reductions.begin(self.forward_order.values() if sharded else self.units)
         if self.engine_order is not None:
             self.engine_order.begin(self, task)
-        end = EndOfBackward(self)
+        # The graph task alone refers to this callback: if the task ends with an exception, the callback dies.
+        end = functools.partial(self.end_backward)
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -363,9 +343,9 @@ class Runtime:
         if grad.is_sparse or grad.requires_grad:
             self._refuse(flat.layout.slots[index].name, grad)
         gradients = flat.gradients
-        if gradients.frozen[index]:  # since the forward
+        if not gradients.wanted[index]:  # frozen since the forward
             return
-        if gradients.accept(index, grad) and self.syncing and unit.rounds == 0:
+        if gradients.accept(index, grad) and self.syncing:
             self.reductions.advance()
 
     def _refuse(self, name: str, grad: torch.Tensor) -> None:
@@ -389,10 +369,7 @@ class Runtime:
         try:
             self.schedule.end_backward()
             if self.syncing:
-                assert self.operations is not None
-                idle = self.schedule.passed - self.schedule.needed
-                if self.reductions.compare(self.units, self.operations, idle, self.in_backward):
-                    self.schedule.order.forget()  # no rank needs some unit in backward any more: learn the order anew
+                self.reductions.compare()
             # An engine that waits for others keeps `end`, so that it is abandoned if the graph task fails before they end.
             ended: list[Runtime] = [self] if self.engine_order is None else self.engine_order.end(self)
             self._compare_order()
@@ -411,14 +388,13 @@ class Runtime:
         """Wait for all reductions, publish `.grad`, and reshard; call when the ranks have agreed on what is reduced."""
         schedule, self.end = self.schedule, None
         if self.syncing:
-            self.reductions.flush(self.units)
+            self.reductions.flush()
             if self.in_backward is not None:
                 self.in_backward.end()
                 schedule.values_changed()
         else:
-            for unit in self.units:
-                for flat in unit.flats:
-                    flat.gradients.show_deferred()
+            for flat in self.flats:
+                flat.gradients.show_deferred()
         schedule.double_backward = self.creating
         for unit in self.units:
             unit.awaits_trigger = False
@@ -429,22 +405,21 @@ class Runtime:
         schedule.reshard_unused()
         self.collectives.drop_spares()  # to save memory between steps; a backward allocates the buffers again
         if self.syncing:
-            self._forget_forwards()
+            self.forward_order.clear()
             if not self.forwards.depth:
                 self.session = False
 
     def note_issued(self, kind: str, unit: Unit) -> None:
         """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
         if kind != "reduce" and self.in_backward is not None:
-            self.in_backward.gathered(unit)
+            self.in_backward.note_unsharded(unit)
         if self.engine_order is not None and (kind == "reduce" or unit.sharded):
-            self.engine_order.note(kind, self.number, unit.index)
+            self.engine_order.note(kind, self.operations.number, unit.index)
 
     def _compare_order(self) -> None:
         """Compare the order of collectives with the other ranks, if the backward ran through several engines. Collective."""
         issued = self.engine_order.order() if self.engine_order is not None else None
         if issued is not None:
-            assert self.operations is not None
             self.operations.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
             self.operations.check("the end of a backward through several models")
 
@@ -470,14 +445,8 @@ class Runtime:
                     # The unshard may never end. The memory stays allocated, since the collective may still write to it.
                     unit.pending, unit.state = [], State.SHARDED
         self.collectives.drop_spares()
-        self._forget_forwards()
-        self.session = False
-
-    def _forget_forwards(self) -> None:
         self.forward_order.clear()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.gradients.forget_forwards()
+        self.session = False
 
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
@@ -489,10 +458,9 @@ class Runtime:
 
     def forget_residuals(self) -> None:
         """Drop the error feedback of quantized gradients, which belongs to other values once parameters were loaded."""
-        for unit in self.units:
-            for flat in unit.flats:
-                if flat.gradients.quantized is not None:
-                    flat.gradients.quantized.forget()
+        for flat in self.flats:
+            if flat.gradients.quantized is not None:
+                flat.gradients.quantized.forget()
 
 
 def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:

@@ -38,13 +38,13 @@ def time_waiting(runtime: Runtime, enabled: bool) -> None:
 
 def parameter_bytes(runtime: Runtime) -> int:
     """Return the bytes of this rank's shards."""
-    return sum(flat.memory.nbytes for unit in runtime.units for flat in unit.flats)
+    return sum(flat.memory.nbytes for flat in runtime.flats)
 
 
 def gradient_bytes(runtime: Runtime) -> int:
     """Return the bytes of this rank's gradients, including deferred ones and the residuals of error feedback."""
     total = 0
-    for flat in (flat for unit in runtime.units for flat in unit.flats):
+    for flat in (flat for flat in runtime.flats):
         for held in (flat.gradients.flat, flat.gradients.quantized):
             total += held.nbytes if held is not None else 0
         with torch._C.DisableTorchFunctionSubclass():

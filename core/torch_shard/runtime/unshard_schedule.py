@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
 from ..config.shard_config import ShardConfig
 from ..unit.phases import BACKWARD, FORWARD
@@ -18,23 +19,20 @@ from ..unit.unit import State, Unit
 from .gather_order import Event, GatherOrder
 
 if TYPE_CHECKING:
-    from .backward_hooks import Use
+    from .use import Use
 
 
 class UnshardSchedule:
     """The unshards and reshards of one sharded model."""
 
-    def __init__(self, config: ShardConfig, by_index: dict[int, Unit], replicated: bool) -> None:
-        """Make the schedule.
-
-        Args:
-            config: strategy and prefetch.
-            by_index: the model's units, which may be added later.
-            replicated: every rank has all of each parameter, so that an unshard is a cast and concerns no other rank.
-        """
-        self.by_index = by_index
+    def __init__(self, config: ShardConfig, collectives: Collectives, operations: OperationSequence) -> None:
+        """Make the schedule of a model whose strategy and prefetch are in `config`."""
+        self.units: dict[int, Unit] = {}  # by index, with gaps in the copy of a submodule; see Runtime.add
         self.order = GatherOrder(config.prefetch)
-        self.operations: OperationSequence | None = None
+        self.operations = operations
+        operations.on_difference = self.order.forget  # ranks that have differed remember different orders of unshards
+        # Every rank has all of each parameter: an unshard is a cast and concerns no other rank.
+        self._replicated = collectives.size == 1 < collectives.data_parallel_size
         self.gathered: dict[int, Unit] = {}  # units that are unsharded or being unsharded, by index
         self.fresh = False  # no unit was unsharded yet in this forward
         self.fresh_backward = False  # ... in this backward
@@ -43,7 +41,6 @@ class UnshardSchedule:
         self.double_backward = False  # a graph of gradients reads unsharded parameters, so that nothing is resharded
         self._keeps_forward = not config.reshards  # units stay unsharded from forward to the end of backward
         self.keeps_on = config.strategy == "shard_optim"  # units stay unsharded until the parameters change
-        self._replicated = replicated
 
     def _keeps(self) -> bool:
         return self.keeps_on or (self._keeps_forward and torch.is_grad_enabled())
@@ -81,7 +78,7 @@ class UnshardSchedule:
         upcoming = None
         if not self.order.repeats(event):
             self._follow(unit, event)
-            upcoming = [self.by_index[i] for i in self.order.upcoming()]
+            upcoming = [self.units[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             if edited or (idle and unit.outdated):
                 unit.reshard()
@@ -105,21 +102,19 @@ class UnshardSchedule:
             self.pass_over(event)
         self._note(event)
         if not self.order.advance(event):
-            assert self.operations is not None
             self.operations.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
 
     def _note(self, event: Event) -> None:
-        assert self.operations is not None
         phase, index, _ = event
-        self.operations.note(phase * 1_000_003 + index + 17, self.by_index[index].event_texts[phase])
+        self.operations.note(phase * 1_000_003 + index + 17, self.units[index].event_texts[phase])
 
     def pass_over(self, until: Event | None) -> None:
         """Take part in the unshards that are predicted before `until` (None: before the end of backward). Collective.
 
         A part of the model may be in the loss of other ranks only, which need these unshards.
         """
-        for event in self.order.between(until, len(self.by_index)):
-            unit = self.by_index[event[1]]
+        for event in self.order.between(until, len(self.units)):
+            unit = self.units[event[1]]
             self._note(event)
             self.order.advance(event)
             self._gather(unit, BACKWARD)
@@ -143,9 +138,8 @@ class UnshardSchedule:
         """
         if not self.keeps_on:
             return False
-        units = list(self.by_index.values())
+        units = list(self.units.values())
         marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in units]
-        assert self.operations is not None
         agreed = self.operations.check(what, torch.tensor(marks, dtype=torch.uint8))
         for unit, changed in zip(units, marks if agreed is None else agreed.tolist(), strict=True):
             unit.outdated = bool(changed)
@@ -214,9 +208,9 @@ class UnshardSchedule:
         for unit in self.gathered.values():
             unit.uses.clear()
             unit.kept.clear()
-        for unit in self.by_index.values():
+        for unit in self.units.values():
             unit.drop_secondary_shards()
-        for unit in self.by_index.values() if self.keeps_on else ():
+        for unit in self.units.values() if self.keeps_on else ():
             # `unit.is_stale()` would not do: this rank's shard may have no part of a parameter that was edited.
             unit.outdated |= any(param.requires_grad for param in unit.params)
         self.reshard_unused()

@@ -161,9 +161,8 @@ def _allocate(setup: Setup) -> None:
         names = [unit.name for unit in setup.plan.units]
         setup.shards = setup.attempt(setup.host.take_shards, setup.groups, names) or {}
     for index, unit_plan in enumerate(setup.plan.units):
-        unit = Unit(unit_plan.name, index, c, setup.host)
+        unit = Unit(unit_plan.name, index, setup.runtime)
         unit.triggers = [setup.modules[name] for name in unit_plan.triggers]
-        setup.runtime.add(unit)
     setup.materialiser = Materialiser(model, config, c, setup.undo)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # its weak references to the weights would make a swap impossible
@@ -370,6 +369,6 @@ def _register(setup: Setup) -> None:
     mixed_precision_hooks.register(model, runtime.units, precision_of(config.precision))
     register(model, runtime, runtime.units)
     for unit, unit_plan in zip(runtime.units, setup.plan.units, strict=True):
-        note_loads(unit, {name: setup.modules[name] for info in unit_plan.params for name, _ in info.owners})
+        note_loads(runtime, unit, {name: setup.modules[name] for info in unit_plan.params for name, _ in info.owners})
     setup.filler.tell()
     logger.info("sharded %d parameters in %d units over %d ranks", len(setup.plan.params), len(runtime.units), c.size)

@@ -55,7 +55,7 @@ def empty_flat(setup: Setup, unit: Unit, group: Group) -> FlatBuffer:
     for start, stop in layout.gaps():
         if start < last and stop > first:
             shard[max(start, first) - first : min(stop, last) - first].zero_()
-    return FlatBuffer(layout, dtypes, shard, c, unit, [setup.placed[info.name] for info in infos], setup.host)
+    return FlatBuffer(layout, dtypes, shard, unit, [setup.placed[info.name] for info in infos])
 
 
 def swap_in(setup: Setup, unit: Unit, flat: FlatBuffer, group: Group, swapped: list[Swapped]) -> None:

@@ -34,7 +34,7 @@ def get_grad(param: ShardTensor) -> Any:
     with _NoTorchFunction():
         grad = own_grad(param)
     if grad is None and (unit := param._unit) is not None:
-        unit.check_grad_reader()
+        unit.runtime.check_grad_reader()
     return grad
 
 

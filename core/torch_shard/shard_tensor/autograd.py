@@ -163,7 +163,7 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     if options["is_grads_batched"]:
         raise gather_error(inputs, "autograd.grad(is_grads_batched=True)")
     for i, unit in units.items():
-        if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.in_forward:
+        if unit.find(inputs[i])[0].placed[inputs[i]._spec.index] is not None and not unit.runtime.in_forward:
             raise ShardError(
                 f"rank {inputs[i]._spec.world_rank}: torch.autograd.grad with respect to {inputs[i]._spec.name}, which is "
                 "distributed by tensor parallelism, is not supported; use backward()."
@@ -179,7 +179,9 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     own, of_unsharded = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(options["create_graph"]):
         for (i, unit), grad in zip(units.items(), of_unsharded, strict=True):
-            if unit.in_forward:  # in an inner step of the model itself (MAML) each rank has its own, as under DDP
+            if (
+                unit.runtime.in_forward
+            ):  # in an inner step of the model itself (MAML) each rank has its own, as under DDP
                 own[i] = grad if own[i] is None else GatherFull.apply(own[i]) + (0 if grad is None else grad)
             else:
                 own[i] = _reduced(unit, inputs[i], own[i], grad)

@@ -1,4 +1,8 @@
-"""The interface that a sharded parameter needs of its unit, which :class:`~torch_shard.unit.unit.Unit` has."""
+"""The interfaces that a sharded parameter needs of its unit and of the runtime.
+
+:class:`~torch_shard.unit.unit.Unit`, :class:`~torch_shard.runtime.runtime.Runtime` and
+:class:`~torch_shard.runtime.on_demand.OnDemand` implement them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ if TYPE_CHECKING:
     from ..comm.collectives import Collectives
     from .tensor import ShardTensor
 
-__all__ = ["UnitPort"]
+__all__ = ["OnDemandPort", "RuntimePort", "UnitPort"]
 
 
 class UnitPort(Protocol):
@@ -42,8 +46,8 @@ class UnitPort(Protocol):
         """True inside ``engine.gathered``."""
 
     @property
-    def in_forward(self) -> bool:
-        """True if a forward of the model is running."""
+    def runtime(self) -> RuntimePort:
+        """The runtime that the unit belongs to."""
 
     def find(self, param: ShardTensor) -> tuple[Any, int]:
         """Return the flat buffer that holds `param`, and the parameter's index in it."""
@@ -54,27 +58,6 @@ class UnitPort(Protocol):
     def differentiable(self, param: ShardTensor) -> torch.Tensor:
         """Return the tensor through which autograd reaches the parameter in a graph."""
 
-    def on_demand(
-        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
-    ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None for the shards.
-
-        `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded;
-        empty unless :attr:`casts`.
-        """
-
-    def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation for which :meth:`on_demand` was called."""
-
-    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Make it an error to edit one of `copies`, which stand for views of the parameters that `name` names."""
-
-    def check_grad_reader(self) -> None:
-        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
-
-    def leave_interrupted(self) -> None:
-        """Do what the forward hooks would have done that an interrupt has skipped."""
-
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
         """Register `fn` on this rank's full gradient."""
 
@@ -83,3 +66,40 @@ class UnitPort(Protocol):
 
     def deepcopy_param(self, param: ShardTensor, memo: dict[int, Any]) -> Any:
         """Copy the unit and return the copy of `param`."""
+
+
+class RuntimePort(Protocol):
+    """The part of a runtime that sharded parameters use."""
+
+    @property
+    def in_forward(self) -> bool:
+        """True if a forward of the model is running."""
+
+    @property
+    def on_demand(self) -> OnDemandPort:
+        """What unshards parameters for single operations outside their modules' forward."""
+
+    def check_grad_reader(self) -> None:
+        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
+
+    def leave_interrupted(self) -> None:
+        """Do what the forward hooks would have done that an interrupt has skipped."""
+
+
+class OnDemandPort(Protocol):
+    """The part of what unshards on demand that sharded parameters use."""
+
+    def begin(
+        self, unit: Any, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
+    ) -> torch.Tensor | None:
+        """Return what `func` computes with in place of `param`; None for the shards.
+
+        `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded;
+        empty unless the unit :attr:`casts <UnitPort.casts>`.
+        """
+
+    def end(self, unit: Any, result: Any, copies: list[torch.Tensor], name: str) -> None:
+        """End the operation for which :meth:`begin` was called."""
+
+    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
+        """Make it an error to edit one of `copies`, which stand for views of `name`."""

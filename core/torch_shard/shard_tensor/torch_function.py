@@ -70,7 +70,7 @@ def computed_in(param: ShardTensor) -> torch.dtype | None:
     unit = param._unit
     if unit is not None and unit.rounding and is_loading() and unit.find(param)[0].rounding is not None:
         return EXACT
-    if unit is None or not unit.casts or unit.is_summoned or not unit.in_forward:
+    if unit is None or not unit.casts or unit.is_summoned or not unit.runtime.in_forward:
         return None
     dtype: torch.dtype = unit.find(param)[0].compute
     return dtype
@@ -82,7 +82,7 @@ def computed_on(param: ShardTensor) -> torch.device | None:
     This is the device that computes, because models make tensors on ``self.child.weight.device``.
     """
     unit = param._unit
-    if unit is None or unit.host is None or unit.is_summoned or not unit.in_forward:
+    if unit is None or unit.host is None or unit.is_summoned or not unit.runtime.in_forward:
         return None
     device: torch.device = unit.host.device
     return device
@@ -206,7 +206,7 @@ def _on_full_tensors(call: FunctionCall) -> Any:
     if unit is not None:
         result, copies = own_memory(result, tensors_in(result), set(map(storage_of, fulls)))
         if copies:  # `(p * 2)[0].zero_()` would be lost
-            unit.watch_copies(copies, f"what was computed from {_names_of(call.tensors)}")
+            unit.runtime.on_demand.watch_copies(copies, f"what was computed from {_names_of(call.tensors)}")
     return result
 
 
@@ -350,7 +350,7 @@ def _on_demand(call: FunctionCall) -> Any:
                 local_ok = _shards_suffice(call)
             others = (o for o in call.tensors if not isinstance(o, ShardTensor))
             dtypes = frozenset(o.dtype for o in others) if unit.casts else frozenset()
-            param = unit.on_demand(t, call.func, local_ok, dtypes)
+            param = unit.runtime.on_demand.begin(unit, t, call.func, local_ok, dtypes)
             if param is None:
                 continue
             asked.append(unit)
@@ -373,7 +373,7 @@ def _on_demand(call: FunctionCall) -> Any:
         return result
     finally:
         for unit in reversed(asked):
-            unit.on_demand_done(result, copies, _names_of(originals))
+            unit.runtime.on_demand.end(unit, result, copies, _names_of(originals))
 
 
 def _refuse_recorded_edit(call: FunctionCall) -> None:

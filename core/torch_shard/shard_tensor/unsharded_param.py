@@ -47,7 +47,7 @@ class InBuffer:
         param = self._param()
         unit = None if param is None else param._unit_ref()
         if unit is not None:
-            unit.leave_interrupted()
+            unit.runtime.leave_interrupted()
             if not unit.installed:  # an interrupted forward had left the unsharded parameter in the model
                 return copy.deepcopy(param, memo)
         return super().__deepcopy__(memo)  # type: ignore[misc]

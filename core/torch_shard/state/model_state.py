@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from ..comm.consensus import agree
 from ..errors import ShardError, StateDictError, UnitStateError
 from ..layout.dtensor_placement import is_dtensor, part_given
 from ..layout.tensor_part import TensorPart
-from ..runtime.load_hooks import NoteLoad
+from ..runtime.load_hooks import notes_loads
 from ..runtime.runtime import Runtime
 from ..shard_tensor.spec import ShardSpec, same_cut
 from ..shard_tensor.tensor import ShardTensor
@@ -113,7 +112,7 @@ class Entry:
 
 def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[Entry]:
     """Return the tensors of a state dict in the order in which all ranks gather them. Not collective."""
-    flats = {id(flat.layout): flat for unit in runtime.units for flat in unit.flats}
+    flats = {id(flat.layout): flat for flat in runtime.flats}
     entries: dict[Any, Entry] = {}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
@@ -228,7 +227,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     error = None
     result = None
     try:
-        with runtime.operations.unnoted() if runtime.operations is not None else contextlib.nullcontext():
+        with runtime.operations.unnoted():
             result = model.load_state_dict(plain, strict=strict)
     except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
         error = StateDictError(
@@ -321,7 +320,7 @@ def load_on_meta(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str],
             # Such hooks may forgive a missing key; without one they need not run.
             keys = nn.modules.module._IncompatibleKeys(missing, unexpected)
             for hook in module._load_state_dict_post_hooks.values():
-                if not isinstance(hook, NoteLoad):  # nothing is loaded
+                if not notes_loads(hook):  # nothing is loaded
                     hook(module, keys)
 
     with contextlib.ExitStack() as stack, warnings.catch_warnings(), torch.no_grad():

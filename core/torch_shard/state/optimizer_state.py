@@ -162,7 +162,7 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
         params: the optimizer's parameters, as torch counts them.
         state: state by number, as ``optimizer.state_dict()["state"]`` is.
     """
-    flats = [flat for unit in runtime.units for flat in unit.flats]
+    flats = runtime.flats
     places = {id(flat.layout): place for place, flat in enumerate(flats) if not flat.split}
     together: dict[tuple[int, str, str], Together] = {}
     alone: list[tuple[int, Any, Any]] = []

@@ -1,19 +1,16 @@
-"""The flat memory of one unit's parameters of one dtype: the shard, the full buffer, and the unsharded parameters.
-
-In the code an unsharded parameter is called a *leaf*: it is the leaf of the autograd graph.
-"""
+"""The flat memory of one unit's parameters of one dtype: the shard, the full buffer, and the unsharded parameters."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..comm.collectives import Collectives
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..config.param_dtypes import Dtypes
@@ -31,7 +28,6 @@ from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit
 from .gradient_buffer import GradientBuffer
 
 if TYPE_CHECKING:
-    from ..offload.host import Host
     from .unit import Unit
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a dtype that is compared bitwise
@@ -49,10 +45,8 @@ class FlatBuffer:
         layout: FlatLayout,
         dtypes: Dtypes,
         shard: torch.Tensor,
-        collectives: Collectives,
         unit: Unit,
         placed: Sequence[Placed | None] = (),
-        host: Host | None = None,
     ) -> None:
         """Make the buffers over `shard`. Until :meth:`compute_in_its_dtype` modules compute in ``dtypes.stored``.
 
@@ -60,40 +54,37 @@ class FlatBuffer:
             layout: where each parameter lies; under tensor parallelism, this rank's part of each parameter.
             dtypes: of storage, computation and gradients.
             shard: this rank's slot, 1-D, of ``dtypes.stored``.
-            collectives: those of the ranks that share the parameters.
             unit: to which the buffers belong.
             placed: how DTensor has distributed each parameter; empty where none is a DTensor.
-            host: the host memory that `shard` lies in; None where it is on the device.
         """
-        self.layout, self.dtypes, self.collectives = layout, dtypes, collectives
+        self.layout, self.dtypes, self.collectives = layout, dtypes, unit.collectives
         self.memory = shard  # may still be written to in the background; see `shard`
         self.dtype = dtypes.stored
         self.rounding: Rounding | None = None  # set where optimizer steps are rounded stochastically
         self.unit = weakref.ref(unit)
-        self.sharded = collectives.size > 1  # the shard group has several ranks
+        self.sharded = unit.sharded  # the shard group has several ranks
         self.placed = tuple(placed) or (None,) * len(layout.slots)
-        self.distributed = any(self.placed)  # some leaves are DTensors
+        self.distributed = any(self.placed)  # some parameters are DTensors
         self.split = any(
             p is not None and p.part is not None for p in self.placed
         )  # tensor parallelism cuts all of them
         self.params: list[ShardTensor] = []
-        self.host = HostShard(host, shard, self.params) if host is not None else None
+        self.host = HostShard(unit.host, shard, self.params) if unit.host is not None else None
         for index in range(len(layout.slots)):
             self.params.append(self._parameter(index))
         n = len(layout.slots)
-        self._averages = [False] * n
         self.baseline: list[tuple[int, int]] = [(0, 0)] * n
         self.storage_baseline = 0
         self.versions = [0] * n
         self.fresh_version = -1  # the shard's version at the last unshard
-        first, last = layout.rank_range(collectives.rank)
+        first, last = layout.rank_range(self.collectives.rank)
         self.gaps = [  # the padding within the shard
             (max(start, first) - first, min(stop, last) - first)
             for start, stop in layout.gaps()
             if start < last and stop > first
         ]
         gradients = None if self.host is None else HostGradients(self.host.host, layout.shard_numel, unit.index)
-        self.gradients = GradientBuffer(layout, dtypes, self.params, collectives, gradients)
+        self.gradients = GradientBuffer(layout, dtypes, self.params, self.collectives, gradients)
         self._build(self.dtype, None)
 
     @property
@@ -117,18 +108,21 @@ class FlatBuffer:
     @property
     def version(self) -> int:
         """The version counter of the shard. Reading it waits for background writes to the shard, not for reads of it."""
-        self.wait_for_step()
+        if self.host is not None:
+            self.host.pending_writes.wait_for_writes()
         return self.memory._version
 
     def _build(self, compute: torch.dtype, code: BlockQuantizer | None) -> None:
-        """Make the full buffer and the leaves, of dtype `compute`; `code` quantizes the shards that are sent, if given."""
+        """Make the full buffer and the unsharded parameters, of dtype `compute`; `code` quantizes what is sent, if given."""
         self.compute, self.code = compute, code
         self.casts = compute != self.dtype
         self.exact = not self.casts and code is None  # modules compute with the stored values
         # What this rank's slot of the full buffer held after the unshard, unless that is the shard, cast:
         self._sent: torch.Tensor | None = None  # ... quantized, as it was sent
         self._edited: torch.Tensor | None = None  # ... as a forward's edits have left it
-        self.gathers = self.sharded or self.casts or self.host is not None  # the leaves have memory of their own
+        self.gathers = (
+            self.sharded or self.casts or self.host is not None
+        )  # the unsharded parameters have memory of their own
         self.nbytes = self.layout.numel * compute.itemsize
         n = len(self.layout.slots)
         if self.gathers:
@@ -143,12 +137,10 @@ class FlatBuffer:
             self.secondary_shard = torch.empty_like(self.collectives.secondary_part(self.full))
             self.secondary_shard.untyped_storage().resize_(0)
         self._take_views()
-        self.unsharded_params: list[nn.Parameter] = [self._leaf(i) for i in range(n)]
+        self.unsharded_params: list[nn.Parameter] = [self._unsharded_param(i) for i in range(n)]
         if self.gathers:
             self.full.untyped_storage().resize_(0)
-        self.edges: list[Any] = [
-            None
-        ] * n  # keep each leaf's AccumulateGrad node alive, so that use counts are constant
+        self.edges: list[Any] = [None] * n  # keep the AccumulateGrad nodes alive, so that use counts are constant
         self.mirror(force=True)
 
     def _take_views(self) -> None:
@@ -163,7 +155,7 @@ class FlatBuffer:
     def compute_in_its_dtype(self) -> None:
         """Let modules compute in ``dtypes.compute``, and shards be sent as ``dtypes.quantized`` says.
 
-        Call before anybody has seen a leaf.
+        Call before anybody has seen an unsharded parameter.
         """
         quantized, code = self.dtypes.quantized, None
         if quantized is not None and self.sharded:
@@ -175,7 +167,7 @@ class FlatBuffer:
         """Return a flat buffer of `unit`, a copy of this one's unit, with the same values and settings."""
         shard = self.shard.detach()
         shard = shard.clone() if unit.host is None else unit.host.copied(shard, unit.name)
-        twin = FlatBuffer(self.layout, self.dtypes, shard, self.collectives, unit, self.placed, unit.host)
+        twin = FlatBuffer(self.layout, self.dtypes, shard, unit, self.placed)
         twin.rounding = None if self.rounding is None else self.rounding.copy()
         return twin
 
@@ -213,12 +205,14 @@ class FlatBuffer:
         placed = self.placed[index]
         return values if placed is None else placed.local_grad(values, self.layout.slots[index].name)
 
-    def _leaf(self, index: int) -> nn.Parameter:
-        # `.data` gives the leaf a version counter of its own, so that an unshard into `full` is no in-place edit of the leaf.
+    def _unsharded_param(self, index: int) -> nn.Parameter:
+        # `.data` gives it a version counter of its own, so that an unshard into `full` is no in-place edit of the parameter.
         placed, view = self.placed[index], self.view(self.full, index).data
-        leaf: Any = UnshardedParam(view, requires_grad=False) if placed is None else unsharded_parameter(placed, view)
-        leaf._place = (weakref.ref(self), index)
-        return leaf  # type: ignore[no-any-return]
+        unsharded: Any = (
+            UnshardedParam(view, requires_grad=False) if placed is None else unsharded_parameter(placed, view)
+        )
+        unsharded._place = (weakref.ref(self), index)
+        return unsharded  # type: ignore[no-any-return]
 
     def own_slot(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's slot of a buffer of the full layout."""
@@ -263,18 +257,13 @@ class FlatBuffer:
         if self.secondary_shard is not None:
             self.secondary_shard.untyped_storage().resize_(0)
 
-    def gather_secondary(self, what: str) -> Pending | SecondaryGather:
+    def gather_secondary(self, what: str) -> Pending:
         """Start to fill the full buffer, which has memory, from the ranks' secondary shards. Collective."""
         assert self.secondary_shard is not None
         if self.secondary_shard.untyped_storage().nbytes():  # else this rank has kept the full buffer
             self.collectives.secondary_part(self.full).copy_(self.secondary_shard)
             self.drop_secondary_shard()
-        pending = self.collectives.all_gather_secondary(self.full, what)
-        return pending if self.code is None else SecondaryGather(self, pending)
-
-    def keep_as_gathered(self) -> None:
-        """Remember what this rank's slot of the full buffer holds, to find edits of it."""
-        self._edited = self.own.clone()
+        return self.collectives.all_gather_secondary(self.full, what)
 
     @property
     def gathered_bytes(self) -> int:
@@ -306,7 +295,7 @@ class FlatBuffer:
         return values
 
     def take_edits(self) -> None:
-        """Copy the elements that a forward has changed in its leaves to the shard; the others keep their precision."""
+        """Copy what a forward has changed in the unsharded parameters to the shard; the other elements keep their precision."""
         with torch.no_grad():
             if self.exact:
                 self.shard.copy_(self.own)
@@ -323,20 +312,20 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Free the memory of the full buffer."""
-        self._sent = self._edited = None
+        if self.secondary_shard is None or not self.secondary_shard.untyped_storage().nbytes():
+            self._sent = self._edited = None  # else the next unshard, from secondary shards, brings the same values
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
         else:  # a NumPy array that the user has taken keeps the memory
             self.renew()
 
-    # -- leaves -------------------------------------------------------------------------------------------------
+    # -- unsharded parameters -------------------------------------------------------------------------------------------------
     def mirror(self, force: bool = False) -> None:
-        """Let each leaf require a gradient exactly if the user's parameter does now."""
+        """Let each unsharded parameter require a gradient exactly if the user's parameter does now."""
         with torch._C.DisableTorchFunctionSubclass():
             wanted = [param.requires_grad for param in self.params]
-        if not force and wanted == self.gradients.asked == [leaf.requires_grad for leaf in self.unsharded_params]:
-            self.gradients.ask(wanted)
+        if not force and wanted == [unsharded.requires_grad for unsharded in self.unsharded_params]:
             return
         if force:
             self._measure()
@@ -344,52 +333,47 @@ class FlatBuffer:
             self.refuse_recorded_edit(i)
             self.unsharded_params[i].requires_grad_(wants)
             if wants and self.edges[i] is None:
-                self._arm_counted(i)
-        self.gradients.ask(wanted)
+                self._arm(i)
 
     def refuse_recorded_edit(self, i: int) -> None:
-        """Raise if leaf `i` was edited in place with a value that records gradients."""
+        """Raise if unsharded parameter `i` was edited in place with a value that records gradients."""
         refuse_recorded_edit(self.unsharded_params[i], self.layout.slots[i].name, self.collectives.world_rank)
 
     def renew(self) -> None:
-        """Leave the full buffer to whoever holds it, and point the leaves at a new one without memory."""
+        """Leave the full buffer to whoever holds it, and point the unsharded parameters at a new one without memory."""
         with torch.inference_mode(False), torch.no_grad():
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
-            for i, leaf in enumerate(self.unsharded_params):
-                move(leaf, self.view(self.full, i))
+            for i, unsharded in enumerate(self.unsharded_params):
+                move(unsharded, self.view(self.full, i))
             self._take_views()
             self.full.untyped_storage().resize_(0)
         self._measure()
 
     def _arm(self, i: int) -> None:
-        """Hook the gradient of leaf `i`."""
-        leaf, unit = self.unsharded_params[i], self.unit()
-        assert unit is not None
-        self.edges[i] = torch.autograd.graph.get_gradient_edge(leaf).node
-        self.edges[i].register_prehook(_GradHook(unit, self, i))
-        if not self._averages[i]:
-            self._averages[i] = True
-            with torch._C.DisableTorchFunctionSubclass():
-                self.params[i].register_hook(_Average(self, i))
-        hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
-        if hooks:  # the dict itself, so that users' handles still remove their hooks
-            leaf._backward_hooks = hooks  # type: ignore[assignment]
-
-    def _arm_counted(self, i: int) -> None:
-        """Hook the gradient of leaf `i`, and add the references that the hook makes to the baseline.
+        """Hook the gradient of unsharded parameter `i`, and add the references that the hook makes to the baseline.
 
         Measuring all references instead would also count those of a graph that is alive now.
         """
-        leaf, (uses, references) = self.unsharded_params[i], self.baseline[i]
-        before = _use_count(leaf), sys.getrefcount(leaf)
-        self._arm(i)
-        after = _use_count(leaf), sys.getrefcount(leaf)
+        unsharded, unit = self.unsharded_params[i], self.unit()
+        assert unit is not None
+        uses, references = self.baseline[i]
+        before = _use_count(unsharded), sys.getrefcount(unsharded)
+        self.edges[i] = torch.autograd.graph.get_gradient_edge(unsharded).node
+        self.edges[i].register_prehook(partial(_take_grad, weakref.ref(self), i))
+        hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
+        if hooks:  # the dict itself, so that users' handles still remove their hooks
+            unsharded._backward_hooks = hooks  # type: ignore[assignment]
+        after = _use_count(unsharded), sys.getrefcount(unsharded)
         owns = before[0] > uses  # the C++ tensor owns its Python object already, see `references`
         self.baseline[i] = uses + after[0] - before[0], references + after[1] - before[1] + owns
+        if not self.gradients.asked[i]:
+            self.gradients.asked[i] = True
+            with torch._C.DisableTorchFunctionSubclass():
+                self.params[i].register_hook(partial(_average, weakref.ref(self), i))
 
     def put_back(self, i: int) -> None:
-        """Point leaf `i`, to which the user gave other memory (``.data = ``), at its place in the full buffer again."""
-        # Where the other memory had another dtype, autograd has dropped the leaf's gradient node, and the hook with it.
+        """Point unsharded parameter `i` at its place in the full buffer again, after ``.data = `` gave it other memory."""
+        # Where the other memory had another dtype, autograd has dropped its gradient node, and the hook with it.
         move(self.unsharded_params[i], self.view(self.full, i).data)
         if self.edges[i] is not None:
             self.edges[i] = None
@@ -398,7 +382,7 @@ class FlatBuffer:
             self._measure()
 
     def _measure(self) -> None:
-        """Count the engine's own references to the full buffer and the leaves."""
+        """Count the engine's own references to the full buffer and the unsharded parameters."""
         storage = self.full.untyped_storage()
         self.storage = storage._cdata  # identifies the storage
         self.storage_baseline = torch._C._storage_Use_Count(storage._cdata)
@@ -406,107 +390,84 @@ class FlatBuffer:
             self.baseline[i] = (_use_count(self.unsharded_params[i]), sys.getrefcount(self.unsharded_params[i]))
 
     def references(self) -> tuple[bool, list[tuple[int, int]], bool]:
-        """Return who refers to the leaves beside the engine.
+        """Return who refers to the unsharded parameters beside the engine.
 
         Returns:
-            True if anyone does (autograd's saved tensors, a user's variable); index and version of the parameters whose
-            leaf, or a view of it, autograd has saved; True if a Python object refers to a leaf.
+            True if anyone does (autograd's saved tensors, a user's variable); index and version of the parameters of
+            which autograd has saved the unsharded one, or a view of it; True if a Python object refers to an unsharded one.
         """
         storage = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
-        leaves, saved, by_python = self.unsharded_params, [], False
-        # A loop variable for the leaf would be a reference, too; `_measure` has none either.
+        params, saved, by_python = self.unsharded_params, [], False
+        # A loop variable for the parameter would be a reference, too; `_measure` has none either.
         for i, (uses, references) in enumerate(self.baseline):
-            more = _use_count(leaves[i]) > uses
+            more = _use_count(params[i]) > uses
             if more:
                 saved.append((i, self.params[i]._version))
-            # Autograd's first reference makes the C++ tensor own its Python object, which adds one reference. For a leaf
+            # Autograd's first reference makes the C++ tensor own its Python object, which adds one reference. For one
             # that requires a gradient the baseline includes that one.
-            if sys.getrefcount(leaves[i]) > references + (more and self.edges[i] is None):
+            if sys.getrefcount(params[i]) > references + (more and self.edges[i] is None):
                 by_python = True
         return storage > self.storage_baseline or bool(saved) or by_python, saved, by_python
 
     def check_places(self) -> None:
-        """Raise if a forward gave a leaf other memory (``.data = ``, of another shape)."""
-        for i, leaf in enumerate(self.unsharded_params):
-            view = self.view(self.full, i)
-            if not is_view(leaf, view):
-                given = f"shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}"
-                self.put_back(i)
-                raise UnitStateError(
-                    f"rank {self.collectives.world_rank}: .data of {self.layout.slots[i].name} was assigned another tensor "
-                    f"inside a forward ({given}, not shape {tuple(leaf.shape)}, {leaf.dtype}, {leaf.device}). Assign one that "
-                    "is alike, or convert the model before shard()."
-                )
+        """Raise if a forward gave an unsharded parameter other memory (``.data = ``, of another shape)."""
+        for i, param in enumerate(self.unsharded_params):
+            if is_view(param, self.view(self.full, i)):
+                continue
+            given = f"shape {tuple(param.shape)}, {param.dtype}, {param.device}"
+            self.put_back(i)
+            raise UnitStateError(
+                f"rank {self.collectives.world_rank}: .data of {self.layout.slots[i].name} was assigned another tensor "
+                f"inside a forward ({given}, not shape {tuple(param.shape)}, {param.dtype}, {param.device}). Assign one that "
+                "is alike, or convert the model before shard()."
+            )
 
     def note_versions(self) -> None:
-        """Remember the leaves' versions, to find in-place edits; call when the leaves hold what the shard holds."""
-        self.versions = self.leaf_versions()
+        """Remember the unsharded parameters' versions, to find in-place edits; call when they hold what the shard holds."""
+        self.versions = self.unsharded_versions()
 
-    def leaf_versions(self) -> list[int]:
-        """Return each leaf's version, which grows with in-place edits."""
+    def unsharded_versions(self) -> list[int]:
+        """Return each unsharded parameter's version, which grows with in-place edits."""
         if not self.distributed:
-            return [leaf._version for leaf in self.unsharded_params]
+            return [unsharded._version for unsharded in self.unsharded_params]
         # An edit of a DTensor counts on the DTensor; an edit of its to_local() counts on the local tensor.
-        return [leaf._version + memory_of(leaf)._version for leaf in self.unsharded_params]
+        return [unsharded._version + memory_of(unsharded)._version for unsharded in self.unsharded_params]
 
 
-class SecondaryGather:
-    """An all-gather of secondary shards whose values forward has received quantized; the quantized values are gone by now."""
-
-    def __init__(self, flat: FlatBuffer, pending: Pending) -> None:
-        self._flat, self._pending = flat, pending
-
-    def wait_at_most(self, seconds: float) -> bool:
-        """Wait for at most `seconds`; return False if the all-gather is still running."""
-        return self._pending.wait_at_most(seconds)
-
-    def wait(self) -> None:
-        """Wait until the current stream may read the gathered values."""
-        self._pending.wait()
-        self._flat.keep_as_gathered()
-
-
-class _Average:
-    """A gradient hook on the sharded parameter itself, which averages a plain gradient over the ranks. Collective.
+def _average(flat_ref: weakref.ref[FlatBuffer], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    """Average a plain gradient over the ranks; a gradient hook on the sharded parameter itself. Collective.
 
     Such a gradient has gone past the engine: a `torch.autograd.Function` was given another module's weight, say. It is
     this rank's own and has to be averaged as any other.
     """
-
-    def __init__(self, flat: FlatBuffer, index: int) -> None:
-        self.flat, self.index = weakref.ref(flat), index
-
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
-        flat = self.flat()
-        if flat is None or isinstance(grad, ShardTensor):
-            return None
-        c, spec = flat.collectives, flat.params[self.index]._spec
-        # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has
-        # made for itself.
-        among = c.all_ranks if flat.split and not is_dtensor(grad) else c.data_parallel
-        total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), self.index).clone()
-        if among.size > 1:
-            among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
-        total.div_(among.size)
-        if flat.split and is_dtensor(grad):
-            return ShardTensor(shard_of_part(total, spec).clone(), spec)
-        return ShardTensor.from_full(total, spec)
+    flat = flat_ref()
+    if flat is None or isinstance(grad, ShardTensor):
+        return None
+    c, spec = flat.collectives, flat.params[index]._spec
+    # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has made
+    # for itself.
+    among = c.all_ranks if flat.split and not is_dtensor(grad) else c.data_parallel
+    total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), index).clone()
+    if among.size > 1:
+        among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
+    total.div_(among.size)
+    if flat.split and is_dtensor(grad):
+        return ShardTensor(shard_of_part(total, spec).clone(), spec)
+    return ShardTensor.from_full(total, spec)
 
 
-class _GradHook:
-    """A hook that autograd calls, after the user's hooks, when the gradient of a leaf is complete.
+def _take_grad(
+    flat_ref: weakref.ref[FlatBuffer], index: int, grads: tuple[torch.Tensor | None, ...]
+) -> tuple[None, ...] | None:
+    """Take the gradient of an unsharded parameter when it is complete, so that autograd accumulates nothing.
 
-    It takes the gradient, so that autograd accumulates nothing in the leaf.
+    Autograd calls this hook after the user's hooks.
     """
-
-    def __init__(self, unit: Unit, flat: FlatBuffer, index: int) -> None:
-        self.unit, self.flat, self.index = weakref.ref(unit), weakref.ref(flat), index
-
-    def __call__(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[None, ...] | None:
-        unit, flat = self.unit(), self.flat()
-        if unit is None or flat is None:
-            return None
-        if grads[0] is not None:
-            grad = grads[0] if not flat.distributed else flat.part_of(grads[0], self.index)
-            unit.runtime.on_grad(unit, flat, self.index, grad)
-        return (None,)
+    flat = flat_ref()
+    unit = None if flat is None else flat.unit()
+    if flat is None or unit is None:
+        return None
+    if grads[0] is not None:
+        grad = grads[0] if not flat.distributed else flat.part_of(grads[0], index)
+        unit.runtime.on_grad(unit, flat, index, grad)
+    return (None,)

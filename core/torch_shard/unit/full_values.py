@@ -25,30 +25,30 @@ def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -
 
 
 def full_tensors_from(
-    flat: FlatBuffer, slices: Sequence[torch.Tensor | None], what: str, memory: torch.Tensor | None = None
+    flat: FlatBuffer, shards: Sequence[torch.Tensor | None], what: str, memory: torch.Tensor | None = None
 ) -> list[torch.Tensor | None]:
     """Return full tensors from shards that are cut like the parameters of `flat`, such as gradients. Collective.
 
     Args:
         flat: the buffer whose layout applies.
-        slices: for each parameter this rank's shard (1-D, any dtype), or None on all ranks.
+        shards: for each parameter this rank's shard (1-D, any dtype), or None on all ranks.
         what: for messages.
         memory: as for :func:`full_flat`; then all shards must have one dtype.
 
     Returns:
         For each parameter a plain tensor of its shape and strides in new memory; None where the shard is None.
     """
-    dtypes = {s.dtype for s in slices if s is not None}
+    dtypes = {s.dtype for s in shards if s is not None}
     assert memory is None or len(dtypes) <= 1
-    result: list[torch.Tensor | None] = [None] * len(slices)
+    result: list[torch.Tensor | None] = [None] * len(shards)
     for dtype in sorted(dtypes, key=str):
-        chosen = [i for i, s in enumerate(slices) if s is not None and s.dtype == dtype]
+        chosen = [i for i, s in enumerate(shards) if s is not None and s.dtype == dtype]
 
         def fill(own: torch.Tensor, chosen: list[int] = chosen) -> None:
             own.zero_()
             for i in chosen:
                 start, stop = flat.layout.local_range(i, flat.collectives.rank)
-                own[start:stop].copy_(slices[i])  # type: ignore[arg-type]
+                own[start:stop].copy_(shards[i])  # type: ignore[arg-type]
 
         full = _gathered(flat, dtype, what, fill, memory)
         for i in chosen:

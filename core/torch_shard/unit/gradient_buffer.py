@@ -7,7 +7,6 @@ backwards, and ``.grad`` shows this rank's own, unreduced shard in the meantime.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,8 @@ from ..offload.pending_writes import flat_of
 from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
-from .flat_views import FlatViews, cut_of
-from .partial_gradients import PartialGradients
+from .accumulation import Accumulation
+from .flat_views import cut_of, views_of
 
 if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook
@@ -50,32 +49,23 @@ class GradientBuffer:
         self.layout, self.dtypes, self.params, self.collectives, self.host = layout, dtypes, params, collectives, host
         n = len(params)
         # By parameter:
-        self.asked = [False] * n  # required a gradient in the last forward
-        self._ever_asked: list[bool] | None = None  # ... in any forward since the last reduction; None: as `asked`
+        self.asked = [False] * n  # has required a gradient in a forward
         self.wanted = [False] * n  # the running backward may bring its gradient
         self.arrived = [False] * n  # the running backward has brought its gradient
-        self.frozen = [False] * n  # requires no gradient since the running backward began
         self.holds = [False] * n  # its slot of `flat` holds a gradient that is not reduced yet
         self.held_before = [False] * n  # ... and did so when the running backward began
         self.missing = 0  # how many are wanted and have not arrived
         self.flat: torch.Tensor | None = None  # this rank's gradients in the full layout; None before the first arrives
-        self._views: FlatViews | None = None  # of `flat`
+        self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
         self.lost = False  # some gradients must not be added to, see `_check_lost`
-        # For each deferred gradient what `.grad` has shown since the last backward, and its version then.
-        self.deferred: list[tuple[weakref.ref[torch.Tensor], int] | None] = [None] * n
-        self.unfinished = PartialGradients(params)
+        self.accumulation = Accumulation(params)
         self.partial = False  # the running backward does not end an accumulation, but reduces all the same
         self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
         # CUDA streams on which gradients arrived, noted where another stream reads the gradients.
         self._streams: set[Any] = set()
         self._notes_streams = collectives.reduce_stream is not None or (host is not None and host.host.on_cuda)
         self._narrow = False  # `flat` has the dtype in which gradients arrive, in which they may not be summed
-        before = (
-            _divided_before(collectives.data_parallel_size)
-            if dtypes.reduce is torch.float16
-            else collectives.data_parallel_size
-        )
-        self._divide(1.0 / before, before / collectives.data_parallel_size)
+        self.divide_by(collectives.data_parallel_size)
         self.opens = self._opens(False)  # the dtype of `flat`, if it is made now
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
@@ -132,7 +122,7 @@ class GradientBuffer:
 
     def _taken(self, dtype: torch.dtype) -> torch.Tensor:
         flat = self.collectives.take(self.layout.numel, dtype)
-        self._views = FlatViews.of(flat, self.layout.slots, self._cut)
+        self._views = views_of(flat, self.layout.slots, self._cut)
         return flat
 
     def _widen(self) -> torch.Tensor:
@@ -161,7 +151,7 @@ class GradientBuffer:
         """Begin a backward.
 
         Args:
-            checked: :meth:`check_deferred` was called before this backward.
+            checked: :meth:`check_accumulation` was called before this backward.
             deferred: the backward will not reduce.
             partial: the backward will reduce, although others follow before the optimizer's step.
         """
@@ -169,32 +159,17 @@ class GradientBuffer:
         if self.lost:
             self._check_lost()
         if not checked:
-            self.check_deferred()
-        n = len(self.params)
+            self.check_accumulation()
         self.held_before = self.holds.copy()
-        self.deferred = [None] * n
-        with torch._C.DisableTorchFunctionSubclass():
-            self.frozen = [not p.requires_grad for p in self.params]
         # As in autograd, a parameter gets a gradient if any recorded forward has used it as trainable and it is so now.
-        asked = self.asked if self._ever_asked is None else self._ever_asked
-        self.wanted = [ask and not frozen for ask, frozen in zip(asked, self.frozen, strict=True)]
-        self.arrived = [False] * n
-        self._count_missing()
+        with torch._C.DisableTorchFunctionSubclass():
+            self.wanted = [asked and p.requires_grad for asked, p in zip(self.asked, self.params, strict=True)]
+        self._await_all()
 
-    def ask(self, asked: list[bool]) -> None:
-        """Set which parameters require gradients in the forwards from now on."""
-        if self._ever_asked is None:
-            self._ever_asked = asked
-        elif asked != self.asked:
-            self._ever_asked = [a or b for a, b in zip(self._ever_asked, asked, strict=True)]
-        self.asked = asked
-
-    def forget_forwards(self) -> None:
-        """Forget what earlier forwards have asked for, because their backward has ended."""
-        self._ever_asked = None
-
-    def _count_missing(self) -> None:
-        self.missing = sum(want and not seen for want, seen in zip(self.wanted, self.arrived, strict=True))
+    def _await_all(self) -> None:
+        """Have no gradient of the running backward arrived."""
+        self.arrived = [False] * len(self.params)
+        self.missing = sum(self.wanted)
 
     def accept(self, index: int, grad: torch.Tensor) -> bool:
         """Add the gradient of parameter `index`, divided by the number of ranks; return True if no other is missing."""
@@ -204,8 +179,7 @@ class GradientBuffer:
             self._streams.add(torch.cuda.current_stream(flat.device))
         if self._narrow and (self.holds[index] or grad.dtype != flat.dtype):
             flat = self._widen()
-        assert self._views is not None
-        into = self._views.view(flat, index)
+        into = self._views[index]
         if self.holds[index]:
             into.add_(grad, alpha=self._factor)
         elif self._factor == 1.0:
@@ -218,14 +192,14 @@ class GradientBuffer:
         if self.arrived[index]:
             return False
         self.arrived[index] = True
-        self.missing -= self.wanted[index]
+        self.missing -= 1
         return self.missing == 0
 
     # -- reduction ----------------------------------------------------------------------------------------------
     def start_reduction(self, what: str) -> Reduction | None:
         """Start to reduce the buffer; return None where no other rank has gradients of the same parameters. Collective."""
         grad = self._open()
-        self.flat = self._views = None
+        self.flat, self._views = None, []
         streams, self._streams = tuple(self._streams), set()
         if streams:
             # Hazard: where backward runs on several streams, the current stream, which zeroes the rest of the buffer, may be
@@ -243,19 +217,13 @@ class GradientBuffer:
             return None
         if self.quantized is not None:
             return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
-        if grad.dtype != self.dtypes.reduce:
-            grad = self._converted(grad)
+        if grad.dtype != self.dtypes.reduce:  # it was accumulated
+            sent = self.collectives.take(grad.numel(), self.dtypes.reduce).copy_(grad)
+            self.collectives.give(grad)
+            grad = sent
         if self.hook is not None:
             return self.hook.start(self.collectives, grad, self.dtypes.grad, self.host is not None)
         return self.collectives.reduce(grad, what, streams)
-
-    def _converted(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return an accumulated gradient in the dtype of the reduction, in a buffer of its own."""
-        c = self.collectives
-        sent = c.take(grad.numel(), self.dtypes.reduce)
-        sent.copy_(grad)
-        c.give(grad)
-        return sent
 
     def collect(self, reduction: Reduction) -> None:
         """Wait for a reduction and keep its result, this rank's shard, to be published."""
@@ -316,18 +284,18 @@ class GradientBuffer:
                 base = flat
         return base
 
-    def marks(self) -> list[int]:
+    def arrivals(self) -> list[int]:
         """Return for each parameter 0, WANTED or SEEN; the ranks compare these, and the largest of any rank counts."""
         # `held_before`: gradients of earlier backwards may have been sent already, with the rest of their unit.
         states = zip(self.wanted, self.arrived, self.holds, self.held_before, strict=True)
         return [SEEN if True in has else want for want, *has in states]
 
-    def publish(self, marks: list[int]) -> list[int]:
-        """Make the reduced shards the gradients of the parameters that `marks`, as the ranks have agreed, call SEEN.
+    def publish(self, arrivals: list[int]) -> list[int]:
+        """Make the reduced shards the gradients of the parameters that `arrivals`, as the ranks have agreed, call SEEN.
 
         Returns the indices of these parameters. Call without gradients and without ``__torch_function__``.
         """
-        touched = [i for i, mark in enumerate(marks) if mark == SEEN]
+        touched = [i for i, state in enumerate(arrivals) if state == SEEN]
         results, self.results = self.results, []
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
@@ -336,9 +304,10 @@ class GradientBuffer:
             if self.host is not None:
                 self.host.pending_writes.block_reads(self._present_grads())
         if self.partial:
-            self.unfinished.note(touched)
+            self.accumulation.note(touched)
+            self.accumulation.partial.update(touched)
         else:
-            self.unfinished.end()
+            self.accumulation.end()
         return touched
 
     def _publish_one(self, param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
@@ -362,18 +331,16 @@ class GradientBuffer:
         if self.flat is None:
             return
         own: Sequence[torch.Tensor] = ()
+        deferred = [i for i, holds in enumerate(self.holds) if holds]
         with torch._C.DisableTorchFunctionSubclass():
-            for i, held in enumerate(self.holds):
-                if not held:
-                    continue
+            for i in deferred:
                 param = self.params[i]
-                shown: Any = own_grad(param)
-                if shown is None:
+                if own_grad(param) is None:
                     own = own or self._own_shards()
                     shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
                     shown._shard_state.unreduced = True
                     set_own_grad(param, shown)
-                self.deferred[i] = (weakref.ref(shown), shown._version)
+            self.accumulation.note(deferred)
         if self.host is not None and own:
             self.host.pending_writes.block_reads(self._present_grads())
 
@@ -387,42 +354,10 @@ class GradientBuffer:
         own = own.to(dtype) if self.host is None else self.host.receive(own.to(dtype, copy=True), dtype)
         return own.split_with_sizes(self._pieces)
 
-    def keep_deferred(self) -> None:
-        """Take what `.grad` holds after a backward as unedited: a loss term on a sharded parameter itself adds to it."""
-        self.unfinished.keep()
-        if self.flat is None:
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            for i, shown in enumerate(self.deferred):
-                grad = own_grad(self.params[i])
-                if shown is not None and grad is not None:
-                    self.deferred[i] = (weakref.ref(grad), grad._version)
-
-    def check_deferred(self) -> None:
-        """Drop deferred gradients that the user has cleared since the last backward.
-
-        Raises:
-            ShardError: a deferred gradient was edited.
-        """
-        self.unfinished.check()
-        if self.flat is None:
-            return
-        with torch._C.DisableTorchFunctionSubclass():
-            for i, held in enumerate(self.holds):
-                shown = self.deferred[i]
-                if not held or shown is None:
-                    continue
-                grad = own_grad(self.params[i])
-                if grad is None:
-                    self.holds[i] = False
-                elif shown[0]() is not grad or shown[1] != grad._version:
-                    if getattr(grad, "_local", grad).count_nonzero():
-                        raise ShardError(
-                            f"rank {self.collectives.world_rank}: the gradient of {self.layout.slots[i].name} was edited "
-                            "between backwards under no_sync(); its parts are reduced later, so edit it after the "
-                            "backward that reduces, or leave no_sync() out."
-                        )
-                    self.holds[i] = False
+    def check_accumulation(self) -> None:
+        """Drop deferred gradients that the user has cleared since the last backward; raise if one was edited."""
+        for i in self.accumulation.check():
+            self.holds[i] = False
 
     def outdate(self, index: int, name: str) -> None:
         """Note that optimizer `name` may have changed this gradient on another rank, so that nothing can be added to it."""
@@ -474,11 +409,10 @@ class GradientBuffer:
                     state.lost = self.lost = True
         if self.flat is not None:
             self.collectives.give(self.flat)
-        self.flat, self._views, self._narrow, self.results = None, None, False, []
+        self.flat, self._views, self._narrow, self.results = None, [], False, []
         self._streams = set()
         self.holds = [False] * len(self.holds)
-        self.arrived = [False] * len(self.arrived)
-        self._count_missing()
+        self._await_all()
 
 
 def _divided_before(world: int) -> int:

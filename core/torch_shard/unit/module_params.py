@@ -30,11 +30,11 @@ def adopt(param: Any, original: Any) -> None:
             param.__dict__[key] = value
 
 
-def copy_attributes(param: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Give `leaf` the Python attributes that the user has given to `param`."""
+def copy_attributes(param: torch.Tensor, other: torch.Tensor) -> None:
+    """Give `other` the Python attributes that the user has given to `param`."""
     for key, value in param.__dict__.items():
         if key not in OWN_ATTRIBUTES:
-            leaf.__dict__[key] = value
+            other.__dict__[key] = value
 
 
 def held_by(param: Any, rnns: Iterable[nn.Module]) -> str | None:

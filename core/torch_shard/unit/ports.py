@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ..shard_tensor import ports
+
 if TYPE_CHECKING:
+    from ..comm.collectives import Collectives
     from ..comm.traffic_statistics import GatheredBytes
     from ..config.shard_config import ShardConfig
-    from ..shard_tensor.tensor import ShardTensor
+    from ..offload.host import Host
     from .flat_buffer import FlatBuffer
     from .unit import Unit
 
-__all__ = ["OnDemandPort", "RuntimePort"]
+__all__ = ["RuntimePort"]
 
 
-class RuntimePort(Protocol):
+class RuntimePort(ports.RuntimePort, Protocol):
     """The part of a runtime that its units use."""
 
     @property
@@ -27,12 +30,11 @@ class RuntimePort(Protocol):
         """The counter of the memory of all units' unsharded parameters."""
 
     @property
-    def in_forward(self) -> bool:
-        """True if a forward of the model is running."""
+    def collectives(self) -> Collectives: ...
 
     @property
-    def on_demand(self) -> OnDemandPort:
-        """What unshards parameters for single operations outside their modules' forward."""
+    def host(self) -> Host | None:
+        """The host memory that holds parameters; None where they are on the device."""
 
     def add(self, unit: Unit) -> None:
         """Add `unit` to the runtime's units."""
@@ -42,24 +44,3 @@ class RuntimePort(Protocol):
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor) -> None:
         """Take in the gradient of one unsharded parameter."""
-
-    def check_grad_reader(self) -> None:
-        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
-
-    def leave_interrupted(self) -> None:
-        """Do what the forward hooks would have done that an interrupt has skipped."""
-
-
-class OnDemandPort(Protocol):
-    """The part of :class:`~torch_shard.runtime.on_demand.OnDemand` that units use."""
-
-    def begin(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
-    ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None for the shards."""
-
-    def done(self, unit: Unit, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation for which :meth:`begin` was called."""
-
-    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Make it an error to edit one of `copies`, which stand for views of `name`."""

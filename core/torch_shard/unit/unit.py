@@ -4,7 +4,7 @@ A unit has one :class:`~.flat_buffer.FlatBuffer` for each dtype and trainability
 
     shard   [ this rank's slot ]                      always allocated; ShardTensors view it, optimizers step on it
     full    [ slot 0 | slot 1 | ... | slot W-1 ]      storage resized to 0 bytes while the unit is sharded
-    leaves  views of full, one nn.Parameter each      the unsharded parameters, with which the modules compute
+            one view of full for each parameter       the unsharded parameters, with which the modules compute
     grad    [ slot 0 | slot 1 | ... | slot W-1 ]      from the arrival of the first gradient to the reduction
 
 The states of a unit::
@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import functools
 from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +35,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import Collectives, join, outside_inference
+from ..comm.collectives import join, outside_inference
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ReplacedParameterError, ShardError, UnitStateError
@@ -43,13 +44,15 @@ from ..shard_tensor.state import OWN_COUNT
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import inside_functional_call
 from ..utils.pytree import may_hold_tensors, tensors_in
-from .flat_buffer import FlatBuffer, SecondaryGather
+from .flat_buffer import FlatBuffer
 from .module_params import adopt, copy_attributes, rebuild_flat_weights
 from .phases import PHASES
 
 if TYPE_CHECKING:
-    from ..offload.host import Host
     from .ports import RuntimePort
+
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class State(enum.Enum):
@@ -62,31 +65,31 @@ class State(enum.Enum):
 class Unit:
     """Parameters that are unsharded, resharded and reduced together, and the module attributes that hold them."""
 
-    def __init__(self, name: str, index: int, collectives: Collectives, host: Host | None = None) -> None:
-        """Make a unit without parameters; set-up adds them.
+    def __init__(self, name: str, index: int, runtime: RuntimePort) -> None:
+        """Make a unit of `runtime` without parameters; set-up adds them.
 
         Args:
             name: for messages.
             index: the unit's position in the plan, equal on all ranks.
-            collectives: those of the ranks that share the parameters.
-            host: the host memory that holds the shards; None where they are on the device.
+            runtime: to whose units this one is added.
         """
-        self.name, self.index, self.collectives, self.host = name, index, collectives, host
-        self.sharded = collectives.size > 1  # the shard group has several ranks
+        self.name, self.index, self.runtime = name, index, runtime
+        self.collectives, self.host = runtime.collectives, runtime.host
+        self.sharded = self.collectives.size > 1  # the shard group has several ranks
         self.casts = False  # modules compute in another dtype than that of some shard
         self.rounding = False  # optimizer steps on some shard are rounded stochastically
         self.exact = True  # modules compute with the stored values, neither cast nor quantized
         # The unsharded parameters have memory of their own: they are all ranks', of another dtype, or on the device.
-        self.gathers = self.sharded or host is not None
-        self.runtime: RuntimePort = None  # type: ignore[assignment]  # set by Runtime.add
+        self.gathers = self.sharded or self.host is not None
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every attribute of the model's modules that holds a parameter of this unit
         self.places: list[tuple[nn.Module, str, FlatBuffer, int]] = []
         self.triggers: list[nn.Module] = []
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
+        self._on_side = self.gathers and self.collectives.gather_stream is not None  # unshards run on the gather stream
         self.state = State.SHARDED if self.gathers else State.FULL
-        self.pending: list[Pending | QuantizedGather | SecondaryGather | Crossing] = []
+        self.pending: list[Pending | QuantizedGather | Crossing] = []
         self.running = 0  # forwards that compute with this unit at this moment
         self.installed = 0  # forwards and gathered() calls that have put the unsharded parameters into the modules
         self._state_before_summon = self.state
@@ -97,26 +100,23 @@ class Unit:
         # resharded the unit; when they unshard it anew, this rank takes part (`refill`).
         self.kept: list[Any] = []
         self.refill = False
-        self.resharded = False  # after this forward the ranks keep secondary shards, for the unshard in backward
-        # The parameters' versions at that moment. A recomputation in backward computes with the present values, so
-        # parameters that have changed since then are unsharded from the shards.
-        self._reshard_versions: list[int] = []
+        # While the ranks keep secondary shards for the unshard in backward: the parameters' versions of forward, else None. A
+        # recomputation in backward computes with the present values, so parameters that have changed since then are
+        # unsharded from the shards.
+        self._secondary_versions: list[int] | None = None
         # Under `shard_optim`. outdated: parameters may have changed since the last unshard, as all ranks agree.
         # exposed: the user was given the memory of a shard, where changes leave no trace.
         self.outdated = self.exposed = False
-        self._counted_bytes = self._full_bytes = (
-            0  # bytes of unsharded parameters: as counted now, and of the full unit
-        )
-        self.rounds = 0  # reductions issued in this backward
+        self.full_bytes = 0  # of the unsharded parameters, where these have memory of their own
+        self._counted_bytes = 0  # of them, as the statistics count them now
         self.streams: set[Any] = set()  # CUDA streams that compute with the unsharded parameters
         self.checks = 2  # iterations that still look for untracked edits of the unsharded parameters
         # The running engine.gathered() calls that hold this unit, the innermost last: see unshard/write_back.py.
         self.gathered_calls: list[Any] = []
-        self._flattened: list[nn.RNNBase] | None = None  # see _rnns
-        self._modules: list[tuple[nn.Module, int]] | None = None  # see kept_tensors
         self.gather_text = f"the all-gather of unit {name!r}"
         self.reduce_text = f"the gradient reduction of unit {name!r}"
         self.event_texts = [f"gathers unit {name!r} in {phase}" for phase in PHASES]
+        runtime.add(self)
 
     def compute_in_its_dtypes(self) -> None:
         """Let modules compute in the dtypes that were asked for; the last step of set-up."""
@@ -130,7 +130,7 @@ class Unit:
         self.casts = any(flat.casts for flat in self.flats)
         self.rounding = any(flat.rounding is not None for flat in self.flats)
         self.exact = all(flat.exact for flat in self.flats)
-        self._full_bytes = self.full_bytes
+        self.full_bytes = sum(flat.nbytes for flat in self.flats if flat.gathers)
         if self.gathers:
             self.state = State.SHARDED
 
@@ -177,11 +177,12 @@ class Unit:
 
         Returns:
             True if anyone does; the parameters that autograd has saved, as (number of the flat buffer, index, version);
-            True if a Python object holds an unsharded parameter (`self.kept = self.weight`).
+            True if a Python object may hold an unsharded parameter (`self.kept = self.weight`).
         """
         # All ranks must come to the same first answer: where use counts don't tell, the answer is always yes. The other
-        # two answers concern this rank alone. No count is ever too low, so that an error only costs a needless unshard.
-        anyone, by_python = not self.collectives.knows_references, False
+        # two answers concern this rank alone. No count is ever too low; where the counts to compare with may be too high, a
+        # Python object may hold any unsharded parameter.
+        anyone, by_python = not self.collectives.knows_references, not self.collectives.counts_references
         # DTensor's own collectives may keep references for a while.
         anyone |= any(flat.distributed for flat in self.flats)
         saved = []
@@ -195,9 +196,6 @@ class Unit:
 
     def kept_tensors(self) -> list[torch.Tensor]:
         """Return the tensors with a graph that the triggers' modules keep in attributes, such as an auxiliary loss."""
-        if self._modules is None:
-            modules = dict.fromkeys(m for trigger in self.triggers for m in trigger.modules())
-            self._modules = [(m, _first_attribute(m)) for m in modules]
         found = []
         for module, first in self._modules:
             for value in islice(module.__dict__.values(), first, None):
@@ -209,14 +207,14 @@ class Unit:
         """Return True if gradients of this unit wait for their reduction."""
         return any([flat.gradients.flat is not None for flat in self.flats])  # noqa: C419 (hot)
 
+    @functools.cached_property
+    def _modules(self) -> list[tuple[nn.Module, int]]:
+        modules = dict.fromkeys(m for trigger in self.triggers for m in trigger.modules())
+        return [(m, _first_attribute(m)) for m in modules]
+
     def forget_modules(self) -> None:
         """Have :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
-        self._modules = None
-
-    @property
-    def full_bytes(self) -> int:
-        """The bytes of the unit's unsharded parameters, where these have memory of their own."""
-        return sum(f.nbytes for f in self.flats if f.gathers)
+        self.__dict__.pop("_modules", None)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
     def unshard(self, from_secondary: bool = False) -> None:
@@ -227,12 +225,14 @@ class Unit:
         """
         if self.state is not State.SHARDED and not self.refill:
             return
-        self.wait()
+        if self.state is State.GATHERING:
+            self.wait()
         self.refill = self.outdated = False
         c = self.collectives
-        from_secondary = from_secondary and self.resharded and self._reshard_versions == self._versions()
+        kept = self._secondary_versions if from_secondary else None
+        from_secondary = kept is not None and kept == self._versions()
         if from_secondary:
-            self.resharded = False
+            self._secondary_versions = None
         self.runtime.note_issued("secondary gather" if from_secondary else "gather", self)
         if c.gather_stream is not None and c.is_capturing():
             raise UnitStateError(
@@ -250,12 +250,12 @@ class Unit:
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
                 secondary = from_secondary and flat.sharded
-                pending: Pending | QuantizedGather | SecondaryGather | Crossing | None
-                pending = flat.gather_secondary(self.gather_text) if secondary else flat.start_gather(self.gather_text)
+                gather = flat.gather_secondary if secondary else flat.start_gather
+                pending = gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
         self.state = State.GATHERING
-        self._count_bytes(self._full_bytes)
+        self._count_bytes(self.full_bytes)
 
     def _count_bytes(self, held: int = 0) -> None:
         """Count `held` bytes of unsharded parameters in the statistics; with secondary shards, count what is allocated."""
@@ -266,11 +266,7 @@ class Unit:
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         # Without other ranks and without host memory the unshard is a cast, on the stream that computes with the values.
-        return self.collectives.gathering() if self._on_side else contextlib.nullcontext()
-
-    @property
-    def _on_side(self) -> bool:
-        return self.sharded or self.host is not None
+        return self.collectives.gathering() if self._on_side else _NO_CONTEXT
 
     def is_stale(self) -> bool:
         """Return True if this rank's shard was written to since the last unshard."""
@@ -318,13 +314,12 @@ class Unit:
     def note_resharded(self) -> None:
         """Note that backward is to unshard from the secondary shards, where the engine keeps any."""
         if self.collectives.secondary_channel is not None:
-            self.resharded = True
-            self._reshard_versions = self._versions()
+            self._secondary_versions = self._versions()
 
     def drop_secondary_shards(self) -> None:
         """Drop the secondary shards, so that the next unshard uses the shards."""
-        if self.resharded:
-            self.resharded = False
+        if self._secondary_versions is not None:
+            self._secondary_versions = None
             with self._gathering():
                 for flat in self.flats:
                     flat.drop_secondary_shard()
@@ -338,7 +333,8 @@ class Unit:
         """
         if not self.gathers or self.state is State.SHARDED:
             return
-        self.wait()
+        if self.state is State.GATHERING:
+            self.wait()
         self.refill = False
         keeps = for_backward and self.collectives.secondary_channel is not None
         if keeps:
@@ -384,7 +380,7 @@ class Unit:
                 )
             if len(param.__dict__) > OWN_COUNT:
                 copy_attributes(param, flat.unsharded_params[index])
-        for rnn in self._rnns():
+        for rnn in self._rnns:
             rebuild_flat_weights(rnn)
         for flat in self.flats:
             flat.note_versions()
@@ -412,13 +408,12 @@ class Unit:
                 slots[attribute] = flat.params[index]
                 if len(flat.unsharded_params[index].__dict__) > 1:  # forward has set attributes beside `_place`
                     copy_attributes(flat.unsharded_params[index], flat.params[index])
-        for rnn in self._rnns():
+        for rnn in self._rnns:
             rebuild_flat_weights(rnn)
 
+    @functools.cached_property
     def _rnns(self) -> list[nn.RNNBase]:
-        if self._flattened is None:
-            self._flattened = list(dict.fromkeys(m for m, *_ in self.places if isinstance(m, nn.RNNBase)))
-        return self._flattened
+        return list(dict.fromkeys(m for m, *_ in self.places if isinstance(m, nn.RNNBase)))
 
     def write_back_edits(self) -> None:
         """Write to the shard what a forward has edited (`with no_grad(): self.weight.clamp_()`).
@@ -429,7 +424,7 @@ class Unit:
         if self.state is not State.FULL:
             return
         flats = [flat for flat in self.flats if flat.gathers]
-        edited = [flat for flat in flats if flat.versions != flat.leaf_versions()]
+        edited = [flat for flat in flats if flat.versions != flat.unsharded_versions()]
         for flat in edited:
             for i in range(len(flat.unsharded_params)):
                 flat.refuse_recorded_edit(i)
@@ -446,16 +441,16 @@ class Unit:
             flat.take_edits()
 
     def _data_was_taken(self) -> bool:
-        return any([getattr(leaf, "data_taken", False) for flat in self.flats for leaf in flat.unsharded_params])  # noqa: C419 (hot)
+        return any([getattr(p, "data_taken", False) for flat in self.flats for p in flat.unsharded_params])  # noqa: C419 (hot)
 
     # -- user hooks ---------------------------------------------------------------------------------------------
     def register_grad_hook(self, param: ShardTensor, fn: Any) -> Any:
         """Carry out `param.register_hook(fn)`: `fn` sees this rank's full gradient, as under DDP."""
         flat, index = self.find(param)
-        leaf = flat.unsharded_params[index]
-        if not leaf.requires_grad:
+        unsharded = flat.unsharded_params[index]
+        if not unsharded.requires_grad:
             flat.mirror()
-        return leaf.register_hook(fn)
+        return unsharded.register_hook(fn)
 
     def register_post_accumulate_hook(self, param: ShardTensor, fn: Any) -> Any:
         """Carry out `param.register_post_accumulate_grad_hook(fn)`: `fn` runs once `.grad` holds the reduced shard."""
@@ -467,36 +462,6 @@ class Unit:
         hooks[handle.id] = fn
         return handle
 
-    # -- on demand ----------------------------------------------------------------------------------------------
-    def on_demand(
-        self, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
-    ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None for the shards."""
-        return self.runtime.on_demand.begin(self, param, func, local_ok, dtypes)
-
-    def on_demand_done(self, result: Any, copies: list[torch.Tensor], name: str) -> None:
-        """End the operation for which :meth:`on_demand` was called."""
-        self.runtime.on_demand.done(self, result, copies, name)
-
-    def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
-        """Make it an error to edit one of `copies`, which stand for views of `name`."""
-        self.runtime.on_demand.watch_copies(copies, name)
-
-    # -- what parameters ask ------------------------------------------------------------------------------------
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the model is running."""
-        return self.runtime is not None and self.runtime.in_forward
-
-    def check_grad_reader(self) -> None:
-        """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
-        if self.runtime is not None:
-            self.runtime.check_grad_reader()
-
-    def leave_interrupted(self) -> None:
-        """Do what the forward hooks would have done that an interrupt has skipped."""
-        self.runtime.leave_interrupted()
-
     # -- deepcopy -----------------------------------------------------------------------------------------------
     def deepcopy_param(self, param: ShardTensor, memo: dict[int, Any]) -> Any:
         """Copy the unit and return the copy of `param`."""
@@ -505,13 +470,13 @@ class Unit:
         return other.flats[self.flats.index(flat)].params[index]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        self.leave_interrupted()
+        self.runtime.leave_interrupted()
         if self.running:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: deepcopy of the model while unit {self.name!r} is inside a forward; "
                 "copy it before or after the forward."
             )
-        other = Unit(self.name, self.index, self.collectives, self.host)
+        other = Unit(self.name, self.index, copy.deepcopy(self.runtime, memo))
         memo[id(self)] = other
         other.flats = [flat.copy_for(other) for flat in self.flats]
         for mine, its in zip(self.params, other.params, strict=True):
@@ -522,7 +487,6 @@ class Unit:
         other.compute_in_its_dtypes()
         for flat, twin in zip(self.flats, other.flats, strict=True):
             twin.gradients.reduce_like(flat.gradients)
-        copy.deepcopy(self.runtime, memo).add(other)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
         other.triggers = [copy.deepcopy(m, memo) for m in self.triggers]

@@ -154,7 +154,7 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
                 f"{'ranks' if request.ranks is not None else 'device'}: unit {unit.name!r} has {name}, a DTensor, with which all "
                 "ranks of its mesh must compute together, on its device; leave ranks= and device= out."
             )
-        unit.leave_interrupted()
+        unit.runtime.leave_interrupted()
         if unit.gathered_calls:
             outer = unit.gathered_calls[-1].request
             if (outer.ranks, outer.device) != (request.ranks, request.device):

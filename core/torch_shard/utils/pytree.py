@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,8 +70,16 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """Return `value` with the tensors `copies` in place of those with these ``id``; containers that change are copied."""
-    return _replace(value, copies, _DEPTH)
+    """Return `value` with other tensors in the place of some, by their ``id``; looks into every object."""
+    return _mapped(value, lambda tensor: copies.get(id(tensor), tensor), _DEPTH, objects=True)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with ``change(tensor)`` in the place of each tensor; looks into containers and dataclasses only.
+
+    Containers are copied where something in them changes.
+    """
+    return _mapped(value, change, _DEPTH, objects=False)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -80,18 +89,26 @@ def storage_of(tensor: torch.Tensor) -> int:
     return local.untyped_storage()._cdata if plain else 0
 
 
-def _replace(value: Any, copies: dict[int, torch.Tensor], depth: int) -> Any:
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int, objects: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return copies.get(id(value), value)
+        return change(value)
     if isinstance(value, _ATOMS) or depth == 0 or isinstance(value, (torch.nn.Module, type)):
         return value
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [_replace(item, copies, depth - 1) for item in value]
+        items = [_mapped(item, change, depth - 1, objects) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    pairs = list(value.items()) if isinstance(value, dict) else list(getattr(value, "__dict__", {}).items())
-    changed = {k: new for k, v in pairs if (new := _replace(v, copies, depth - 1)) is not v}
+    if isinstance(value, dict):
+        parts = dict(value)
+    elif dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        parts = {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
+    elif objects:
+        parts = dict(getattr(value, "__dict__", {}))
+    else:
+        return value
+    changed = {k: new for k, v in parts.items() if (new := _mapped(v, change, depth - 1, objects)) is not v}
     if not changed:
         return value
     twin = copy.copy(value)

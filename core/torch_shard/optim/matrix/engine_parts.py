@@ -164,7 +164,7 @@ class EngineParts:
             DivergenceError: on all ranks, before anything has changed: the ranks are about to take different steps.
         """
         c, operations = self.runtime.collectives, self.runtime.operations
-        if c.world == 1 or operations is None:
+        if c.world == 1:
             return changed
         absent = [p._spec.name for p, has in zip(self._params, present, strict=True) if not has]
         text = f"steps {self._name} over {len(present)} parameters"

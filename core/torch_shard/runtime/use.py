@@ -1,4 +1,4 @@
-"""What a backward leaves with autograd: the forwards that it will come to, and a callback at its end."""
+"""A forward of a unit, as backward will find it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ..errors import UnitStateError
 
 if TYPE_CHECKING:
     from ..unit.unit import Unit
-    from .runtime import Runtime
 
 
 class Use:
@@ -37,16 +36,3 @@ class Use:
                     "step, perhaps) after the forward whose backward runs now and needs its value of then. Call backward "
                     "before the change, or forward again after it."
                 )
-
-
-class EndOfBackward:
-    """A callback at the end of a graph task, which alone refers to it.
-
-    If the task ends with an exception, this object dies, and the runtime notices by its weak reference.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-
-    def __call__(self) -> None:
-        self.runtime.end_backward()
