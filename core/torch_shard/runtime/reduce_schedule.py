@@ -18,7 +18,7 @@ import torch
 
 from ..comm.gradient_reduction import IN_FLIGHT, IN_FLIGHT_ON_STREAMS, Reduction
 from ..errors import ShardError
-from ..unit.gradient_buffer import SEEN, WANTED
+from ..unit.gradient_buffer import ARRIVED, EXPECTED
 
 if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook
@@ -58,12 +58,12 @@ class ReduceSchedule:
         """Begin a backward; `forward_order` has the units that forward has used, the latest last."""
         self.collectives.forget_ended()  # a failed backward may have left some
         self.rounds = dict.fromkeys((unit.index for unit in self.runtime.units), 0)
-        self._used = [u for u in forward_order if any(f.gradients.wants_any for f in u.flats)]
+        self._used = [u for u in forward_order if any(f.gradients.expects_any for f in u.flats)]
         backwards = self._used[::-1]
         self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
         self._no_pause = max(0, self._no_pause - 1)
-        wanted = [f for u in self._order for f in u.flats if f.gradients.wants_any]
-        self.collectives.expect([buffer for f in wanted for buffer in f.gradients.buffers])
+        expected = [f for u in self._order for f in u.flats if f.gradients.expects_any]
+        self.collectives.expect([buffer for f in expected for buffer in f.gradients.buffers])
 
     @property
     def used(self) -> list[Unit]:
@@ -89,7 +89,7 @@ class ReduceSchedule:
         postponed = stepping is not None and agreed is None and (stepping.postpones(unit) or early)
         for flat in unit.flats:
             # Once the ranks have agreed, a gradient counts that any rank has seen, also of a graph older than the last forward.
-            if not flat.gradients.wants_any and (agreed is None or SEEN not in agreed[id(flat)]):
+            if not flat.gradients.expects_any and (agreed is None or ARRIVED not in agreed[id(flat)]):
                 continue
             if postponed:
                 self._postponed[id(flat)] = unit, flat
@@ -144,7 +144,7 @@ class ReduceSchedule:
         unneeded = runtime.schedule.passed - runtime.schedule.needed
         votes: list[int] = [late, hook is not None and hook.error is not None]
         for unit in runtime.units:
-            unreduced = any(True in f.gradients.holds for f in unit.flats)
+            unreduced = any(True in f.gradients.unreduced for f in unit.flats)
             votes += [self.rounds[unit.index] + unreduced, unit.index not in unneeded]
             for flat in unit.flats:
                 votes += flat.gradients.arrivals()
@@ -169,7 +169,7 @@ class ReduceSchedule:
         if stepping is not None:
             stepping.check_votes(list(answer))
         for unit in self._used:
-            if any(WANTED in agreed[id(flat)] for flat in unit.flats):
+            if any(EXPECTED in agreed[id(flat)] for flat in unit.flats):
                 self._incomplete.add(unit.index)
             else:
                 self._incomplete.discard(unit.index)

@@ -132,7 +132,7 @@ class Runtime:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self.collectives.world_rank}: a sharded model can't be pickled (torch.save(model)), since each rank holds "
-            'slices only. Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, called on all ranks, '
+            'shards only. Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, called on all ranks, '
             "with a torch.distributed.barrier() behind what one rank writes."
         )
 
@@ -343,7 +343,7 @@ class Runtime:
         if grad.is_sparse or grad.requires_grad:
             self._refuse(flat.layout.slots[index].name, grad)
         gradients = flat.gradients
-        if not gradients.wanted[index]:  # frozen since the forward
+        if not gradients.expected[index]:  # frozen since the forward
             return
         if gradients.accept(index, grad) and self.syncing:
             self.reductions.advance()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..offload.host_gradients import HostGradients
 
 # What a rank knows of a parameter's gradient at the end of a backward; 0 means that nobody asked for it.
-WANTED, SEEN = 1, 2
+EXPECTED, ARRIVED = 1, 2
 
 
 class GradientBuffer:
@@ -49,12 +49,12 @@ class GradientBuffer:
         self.layout, self.dtypes, self.params, self.collectives, self.host = layout, dtypes, params, collectives, host
         n = len(params)
         # By parameter:
-        self.asked = [False] * n  # has required a gradient in a forward
-        self.wanted = [False] * n  # the running backward may bring its gradient
+        self.asked = [False] * n  # some forward has used it as trainable
+        self.expected = [False] * n  # the running backward may bring its gradient
         self.arrived = [False] * n  # the running backward has brought its gradient
-        self.holds = [False] * n  # its slot of `flat` holds a gradient that is not reduced yet
-        self.held_before = [False] * n  # ... and did so when the running backward began
-        self.missing = 0  # how many are wanted and have not arrived
+        self.unreduced = [False] * n  # its slot of `flat` has a gradient that is not reduced yet
+        self.deferred = [False] * n  # ... and had one when the running backward began
+        self.missing = 0  # how many are expected and have not arrived
         self.flat: torch.Tensor | None = None  # this rank's gradients in the full layout; None before the first arrives
         self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
         self.lost = False  # some gradients must not be added to, see `_check_lost`
@@ -100,9 +100,9 @@ class GradientBuffer:
         self._divide(1.0, 1.0)
 
     @property
-    def wants_any(self) -> bool:
+    def expects_any(self) -> bool:
         """True if the running backward may bring a gradient."""
-        return True in self.wanted
+        return True in self.expected
 
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
@@ -160,16 +160,16 @@ class GradientBuffer:
             self._check_lost()
         if not checked:
             self.check_accumulation()
-        self.held_before = self.holds.copy()
+        self.deferred = self.unreduced.copy()
         # As in autograd, a parameter gets a gradient if any recorded forward has used it as trainable and it is so now.
         with torch._C.DisableTorchFunctionSubclass():
-            self.wanted = [asked and p.requires_grad for asked, p in zip(self.asked, self.params, strict=True)]
+            self.expected = [asked and p.requires_grad for asked, p in zip(self.asked, self.params, strict=True)]
         self._await_all()
 
     def _await_all(self) -> None:
-        """Have no gradient of the running backward arrived."""
+        """Reset which gradients of the running backward have arrived: none."""
         self.arrived = [False] * len(self.params)
-        self.missing = sum(self.wanted)
+        self.missing = sum(self.expected)
 
     def accept(self, index: int, grad: torch.Tensor) -> bool:
         """Add the gradient of parameter `index`, divided by the number of ranks; return True if no other is missing."""
@@ -177,10 +177,10 @@ class GradientBuffer:
         flat = self.flat if self.flat is not None else self._open()
         if self._notes_streams:
             self._streams.add(torch.cuda.current_stream(flat.device))
-        if self._narrow and (self.holds[index] or grad.dtype != flat.dtype):
+        if self._narrow and (self.unreduced[index] or grad.dtype != flat.dtype):
             flat = self._widen()
         into = self._views[index]
-        if self.holds[index]:
+        if self.unreduced[index]:
             into.add_(grad, alpha=self._factor)
         elif self._factor == 1.0:
             into.copy_(grad)
@@ -188,7 +188,7 @@ class GradientBuffer:
             torch.mul(grad, self._scale, out=into)
         else:  # the product must not be rounded to the gradient's dtype
             into.copy_(grad).mul_(self._scale)
-        self.holds[index] = True
+        self.unreduced[index] = True
         if self.arrived[index]:
             return False
         self.arrived[index] = True
@@ -207,16 +207,16 @@ class GradientBuffer:
             join(torch.cuda.current_stream(grad.device), streams)
         for start, stop in self._gaps:
             grad[start:stop].zero_()
-        held, self.holds = self.holds, [False] * len(self.holds)
-        if False in held:
-            for slot, has in zip(self.layout.slots, held, strict=True):
-                if not has:
+        present, self.unreduced = self.unreduced, [False] * len(self.unreduced)
+        if False in present:
+            for slot, is_present in zip(self.layout.slots, present, strict=True):
+                if not is_present:
                     slot_view(grad, slot).zero_()
         if self.collectives.data_parallel_size == 1:
             self._keep(cast(grad, self.dtypes.grad, self.host is not None), streams=streams)
             return None
         if self.quantized is not None:
-            return self.quantized.start(grad, held, self.dtypes.grad, what, streams)
+            return self.quantized.start(grad, present, self.dtypes.grad, what, streams)
         if grad.dtype != self.dtypes.reduce:  # it was accumulated
             sent = self.collectives.take(grad.numel(), self.dtypes.reduce).copy_(grad)
             self.collectives.give(grad)
@@ -285,17 +285,17 @@ class GradientBuffer:
         return base
 
     def arrivals(self) -> list[int]:
-        """Return for each parameter 0, WANTED or SEEN; the ranks compare these, and the largest of any rank counts."""
-        # `held_before`: gradients of earlier backwards may have been sent already, with the rest of their unit.
-        states = zip(self.wanted, self.arrived, self.holds, self.held_before, strict=True)
-        return [SEEN if True in has else want for want, *has in states]
+        """Return for each parameter 0, EXPECTED or ARRIVED; the ranks compare these, and the largest of any rank counts."""
+        # `deferred`: gradients of earlier backwards may have been sent already, with the rest of their unit.
+        states = zip(self.expected, self.arrived, self.unreduced, self.deferred, strict=True)
+        return [ARRIVED if True in has else expected for expected, *has in states]
 
     def publish(self, arrivals: list[int]) -> list[int]:
-        """Make the reduced shards the gradients of the parameters that `arrivals`, as the ranks have agreed, call SEEN.
+        """Make the reduced shards the gradients of the parameters that `arrivals`, as the ranks have agreed, call ARRIVED.
 
         Returns the indices of these parameters. Call without gradients and without ``__torch_function__``.
         """
-        touched = [i for i, state in enumerate(arrivals) if state == SEEN]
+        touched = [i for i, state in enumerate(arrivals) if state == ARRIVED]
         results, self.results = self.results, []
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
@@ -331,7 +331,7 @@ class GradientBuffer:
         if self.flat is None:
             return
         own: Sequence[torch.Tensor] = ()
-        deferred = [i for i, holds in enumerate(self.holds) if holds]
+        deferred = [i for i, is_deferred in enumerate(self.unreduced) if is_deferred]
         with torch._C.DisableTorchFunctionSubclass():
             for i in deferred:
                 param = self.params[i]
@@ -357,7 +357,7 @@ class GradientBuffer:
     def check_accumulation(self) -> None:
         """Drop deferred gradients that the user has cleared since the last backward; raise if one was edited."""
         for i in self.accumulation.check():
-            self.holds[i] = False
+            self.unreduced[i] = False
 
     def outdate(self, index: int, name: str) -> None:
         """Note that optimizer `name` may have changed this gradient on another rank, so that nothing can be added to it."""
@@ -403,15 +403,15 @@ class GradientBuffer:
         if self.quantized is not None:
             self.quantized.forget()
         with torch._C.DisableTorchFunctionSubclass():
-            for p, held in zip(self.params, self.held_before, strict=True):
+            for p, was_deferred in zip(self.params, self.deferred, strict=True):
                 state: ShardState | None = getattr(own_grad(p), STATE, None)
-                if held and state is not None:
+                if was_deferred and state is not None:
                     state.lost = self.lost = True
         if self.flat is not None:
             self.collectives.give(self.flat)
         self.flat, self._views, self._narrow, self.results = None, [], False, []
         self._streams = set()
-        self.holds = [False] * len(self.holds)
+        self.unreduced = [False] * len(self.unreduced)
         self._await_all()
 
 
