@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,13 @@ from .unit.unit import Unit
 from .unshard.full_values import local_grads
 
 
-def close_units(
-    runtime: Runtime, optimizers: Iterable[torch.optim.Optimizer] = (), model: nn.Module | None = None
-) -> None:
+def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
     """Turn every sharded parameter into a full plain ``nn.Parameter``, the same object; see :meth:`.Engine.close`. Collective.
 
     ``requires_grad``, attributes and hooks are kept. Hooks see the local gradient and are called once ``.grad`` is accumulated,
     as in plain torch.
     """
     error: Exception | None = None
-    optimizers = list(optimizers)
     try:
         for unit in runtime.units:
             for flat in unit.flats:
@@ -46,8 +43,7 @@ def close_units(
     left_out = [o for o in runtime.owners.optimizers() if not any(o is other for other in optimizers)]
     states = [(o, optimizer_state.optim_state_dict(runtime, o, False, model, own=True)) for o in optimizers]
     names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
-    if model is not None:
-        names = {**{id(p): name for name, p in model.named_parameters()}, **names}
+    names = {**{id(p): name for name, p in model.named_parameters()}, **names}
     runtime.schedule.reshard_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []

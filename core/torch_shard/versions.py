@@ -1,14 +1,11 @@
-"""Version floors and tested versions, and every version gate, in one place.
+"""This distribution's version, the oldest torch that is supported, what was tested, and every gate on torch's version.
 
-The requirements in ``pyproject.toml`` repeat the floors; a test keeps the two equal.
+The floors of all dependencies are in ``pyproject.toml``.
 """
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping
-from importlib import metadata
-from types import MappingProxyType
 
 import torch
 from packaging.version import InvalidVersion, Version
@@ -16,8 +13,6 @@ from packaging.version import InvalidVersion, Version
 from .errors import UnavailableError
 
 __all__ = [
-    "FLOORS",
-    "MIN_PYTHON",
     "MIN_TORCH",
     "TESTED",
     "TORCH_VERSION",
@@ -25,47 +20,27 @@ __all__ = [
     "at_least",
     "check_torch",
     "counts_references",
-    "installed",
 ]
 
 __version__ = "0.1.0"
 """Version of this distribution; the build reads it here."""
 
-MIN_PYTHON = "3.10"
 MIN_TORCH = "2.11"
+"""The oldest torch that is supported, as in ``pyproject.toml``."""
 
-FLOORS: Mapping[str, str] = MappingProxyType(
-    {
-        "torch": MIN_TORCH,
-        "packaging": "23.0",
-        "tqdm": "4.60",
-        "safetensors": "0.4.3",
-        "lightning": "2.6",
-        "pytorch-lightning": "2.6",
-        "transformers": "5.0",
-        "accelerate": "1.15",
-        "peft": "0.17",
-        "pyyaml": "6.0",
-        "rich": "13",
-    }
-)
-"""Oldest version of each distribution that is supported."""
-
-TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "torch": ("2.11.0", "2.13.0", "2.14.1"),
-        "packaging": ("26.3",),
-        "tqdm": ("4.70.1",),
-        "safetensors": ("0.8.0",),
-        "lightning": ("2.6.6",),
-        "pytorch-lightning": ("2.6.6",),
-        "transformers": ("5.23.0",),
-        "accelerate": ("1.15.0",),
-        "peft": ("0.21.2",),
-        "pyyaml": ("6.0.3",),
-    }
-)
-"""Versions that the tests were run with. Nothing in this release uses the other distributions of :data:`FLOORS`."""
+TESTED = {
+    "torch": ("2.11.0", "2.13.0", "2.14.1"),
+    "packaging": ("26.3",),
+    "tqdm": ("4.70.1",),
+    "safetensors": ("0.8.0",),
+    "lightning": ("2.6.6",),
+    "pytorch-lightning": ("2.6.6",),
+    "transformers": ("5.23.0",),
+    "accelerate": ("1.15.0",),
+    "peft": ("0.21.2",),
+    "pyyaml": ("6.0.3",),
+}
+"""Versions that the tests were run with."""
 
 
 def _released(text: str) -> Version:
@@ -78,20 +53,12 @@ def _released(text: str) -> Version:
 
 
 TORCH_VERSION: Version = _released(torch.__version__)
-"""The running torch, without local, pre-release and development parts."""
+"""The version of the running torch, without local, pre-release and development parts."""
 
 
 def at_least(version: str) -> bool:
-    """Return whether the running torch is `version` or newer, nightly builds of it included."""
+    """Return True if the running torch is `version` or newer, nightly builds of it included."""
     return Version(version) <= TORCH_VERSION
-
-
-def installed(distribution: str) -> Version | None:
-    """Return the installed version of a distribution (as :data:`TORCH_VERSION` is cut), or None."""
-    try:
-        return _released(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def check_torch() -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ..errors import HostMemoryError, PinnedMemoryError
-from ..log import logger
 from .memory_limits import formatted
 
 __all__ = ["allocate", "can_pin"]
@@ -93,13 +92,9 @@ def _lock(tensor: torch.Tensor, memory: mmap.mmap, runtime: Any, device: torch.d
 def _unlock(memory: mmap.mmap, runtime: Any, address: int, device: torch.device, owner: int) -> None:
     if os.getpid() != owner:
         return  # in a forked child: neither the memory nor CUDA is there
-    with contextlib.suppress(
-        RuntimeError, AssertionError
-    ):  # a device that has failed, or is gone, copies nothing any more
+    with contextlib.suppress(RuntimeError, AssertionError):  # a device that has failed, or is gone, copies nothing
         torch.cuda.synchronize(device)
-    status = runtime.cudaHostUnregister(address)
-    if int(status) != 0:
-        logger.debug("cudaHostUnregister of %s: error %s", formatted(len(memory)), int(status))
+    runtime.cudaHostUnregister(address)
 
 
 def _clear_error(device: torch.device) -> None:
