@@ -194,3 +194,14 @@ def test_a_deepcopy_has_no_parameter_hooks_as_in_plain_torch(rank, world_size, w
     same_grads(pair.model, pair.plain)
     pair.update()
     pair.check()
+
+
+@ranks(2)
+def test_a_gradient_hook_ends_with_the_context_of_its_handle(rank, world_size):
+    pair, _ = _pair(lambda model: None, "before")
+    for model in (pair.model, pair.plain):
+        weight = model.head.weight
+        with weight.register_hook(lambda grad: grad * 5):
+            pass
+    pair.step(plain_backward, batch(rank, 0))
+    pair.check()

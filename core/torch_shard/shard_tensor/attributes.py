@@ -149,6 +149,12 @@ class _Handles:
         for handle in self.handles:
             handle.remove()
 
+    def __enter__(self) -> _Handles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
 
 HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _T.register_hook: _register_hook,
