@@ -63,6 +63,7 @@ class Runs:
         pieces: the optimizer's parameters.
         stepped, stepped_flats: the parameters with a gradient, and their buffers.
         counters: the counters in the parameters' state.
+        elements: the sharded tensors in their state.
         fits_fused: True if a fused kernel on the CPU takes all pieces with the state that they have.
     """
 
@@ -112,8 +113,8 @@ class Runs:
         self._narrowed: list[tuple[Piece, int, int, int, int]] = []
         self._entries: list[dict[str, Any] | None] = []
         self._values: list[Any] = []
-        self._elements: list[Any] = []  # the values that are sharded tensors, and their memory
-        self._memory: list[torch.Tensor] = []
+        self.elements: list[Any] = []
+        self._memory: list[torch.Tensor] = []  # of these elements
         self._seen: list[Any] = []  # attributes of parameters
 
     # -- before a step --------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class Runs:
             if len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
                 return False
         # Two optimizers may share state, by load_state_dict(), and the other one may have laid it out anew.
-        if not all(map(operator.is_, map(_local, self._elements), self._memory)):
+        if not all(map(operator.is_, map(_local, self.elements), self._memory)):
             return False
         self._point(grads)
         return True
@@ -164,7 +165,7 @@ class Runs:
         """Take everything as it is now, and divide it into runs anew."""
         # First the old references are dropped, because they keep state that was replaced since.
         self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
-        self._entries, self._values, self._elements, self._memory, self._seen = [], [], [], [], []
+        self._entries, self._values, self.elements, self._memory, self._seen = [], [], [], [], []
         self._gathered, self._narrowed, self._regular = [], [], False
         pattern = self._gradients()
         kinds = {
@@ -234,10 +235,6 @@ class Runs:
         return pattern
 
     # -- runs -----------------------------------------------------------------------------------------------------
-    def elements(self) -> list[Any]:
-        """Return the sharded tensors in the state of the parameters."""
-        return self._elements
-
     def has_counters_only(self) -> bool:
         """Return True if all state without elements counts steps."""
         return all(
@@ -384,8 +381,8 @@ class Runs:
         self._entries = [state.get(p) for p in self.params]
         self.counters.pair((run.pieces[0].state, [self._entries[i] for i in run.members]) for run in self._runs)
         self._values = [value for own in self._entries if own for value in own.values()]
-        self._elements = [value for value in self._values if isinstance(value, ShardTensor)]
-        self._memory = list(map(_local, self._elements))
+        self.elements = [value for value in self._values if isinstance(value, ShardTensor)]
+        self._memory = list(map(_local, self.elements))
         self._seen = self._all_attributes() if self._attributes else []
         self.fits_fused = fit_fused(self.pieces)
 

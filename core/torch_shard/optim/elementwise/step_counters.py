@@ -30,12 +30,6 @@ class _Followers:
             tensor.data = own  # whoever holds the counter still sees it
             self.places.append(_place(own))
 
-    def lie_as_left(self, tensors: list[torch.Tensor]) -> bool:
-        """Return True if these are the same counters, in the memory that they were put in."""
-        if len(tensors) != len(self.tensors) or not all(map(operator.is_, tensors, self.tensors)):
-            return False
-        return list(map(_place, tensors)) == self.places
-
 
 class Counters:
     """The counters of one group's parameters."""
@@ -49,7 +43,7 @@ class Counters:
 
     def pair(self, runs: Iterable[tuple[dict[str, Any], Sequence[dict[str, Any] | None]]]) -> None:
         """Find the counters. `runs`: for each run the state of its first piece, and that of its parameters."""
-        known, self._sets, self._on_device = self._sets, [], []
+        self._sets, self._on_device = [], []
         for leading, members in runs:
             for key, leader in leading.items():
                 if not isinstance(leader, torch.Tensor) or leader.dim():
@@ -59,12 +53,7 @@ class Counters:
                     continue
                 if leader.device.type != "cpu":
                     self._on_device += followers
-                before = known[len(self._sets)] if len(self._sets) < len(known) else None
-                if before is not None and before.lie_as_left(followers):
-                    before.leader = leader
-                    self._sets.append(before)
-                else:
-                    self._sets.append(_Followers(leader, followers))
+                self._sets.append(_Followers(leader, followers))
         self._followers = [tensor for some in self._sets for tensor in some.tensors]
         self._places = [place for some in self._sets for place in some.places]
         self.note()

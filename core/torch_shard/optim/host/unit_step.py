@@ -117,7 +117,7 @@ class HostUnits:
         _note_pending_writes(flat, step)
         flat.gradients.host.pending_writes.begin(work, _gradients(flat))
         flat.host.pending_writes.begin(
-            work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements())]
+            work, [*flat.params, *(value for runs in step.all_runs for value in runs.elements)]
         )
 
     def _run(self, prepared: Prepared, optimizer: Any, following: FlatBuffer | None) -> None:
@@ -160,7 +160,7 @@ class HostUnits:
             return
         known = self._on_disk.get(id(flat), [])
         kept: dict[int, torch.Tensor] = {}
-        for value in (value for runs in step.all_runs for value in runs.elements()):
+        for value in (value for runs in step.all_runs for value in runs.elements):
             local = value._local
             flat_of = value._shard_state.flat
             base = local if flat_of is None else flat_of  # state from elsewhere lies by itself
@@ -227,6 +227,6 @@ def _gradients(flat: FlatBuffer) -> list[Any]:
 def _note_pending_writes(flat: FlatBuffer, step: FlatStep) -> None:
     """Note whose writes the state waits for; see :func:`~torch_shard.offload.pending_writes.pending_writes_of`."""
     assert flat.host is not None
-    for base in (flat_of(value) for runs in step.all_runs for value in runs.elements()):
+    for base in (flat_of(value) for runs in step.all_runs for value in runs.elements):
         if base is not None and not hasattr(base, "_pending_writes"):
             base._pending_writes = flat.host.pending_writes
