@@ -49,6 +49,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "checkpoint/sharded/load.py",
         "checkpoint/sharded/load_optimizer.py",
         "checkpoint/sharded/read_tree.py",
+        "checkpoint/sharded/saved_model.py",
         "checkpoint/sharded/entry_tree.py",
         "checkpoint/full/load.py",
     ),
