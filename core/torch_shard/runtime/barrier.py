@@ -23,18 +23,9 @@ def meet(runtime: Runtime, seconds: float, what: str) -> None:
         DivergenceError: another rank is in another operation; names both operations and their lines.
         MissingRankError: another rank did not come in that time.
     """
-    if _is_between_operations(runtime):
-        with runtime.collectives.watchdog.timeout_at_least(seconds):
+    c = runtime.collectives
+    control = c.watchdog.channels.get("control")
+    in_step = control is not None and not control.groups.broken
+    if in_step and not runtime.forwards.running and not runtime.solo and graph_task() == -1:
+        with c.watchdog.timeout_at_least(seconds):
             agree(runtime, what)
-
-
-def _is_between_operations(runtime: Runtime) -> bool:
-    """Return True if the ranks are in step, and this rank is in no forward or backward."""
-    control = runtime.collectives.watchdog.channels.get("control")
-    return (
-        control is not None
-        and not control.groups.broken
-        and not runtime.forwards.running
-        and not runtime.solo
-        and graph_task() == -1
-    )

@@ -24,7 +24,6 @@ from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from .accumulation import Accumulation
-from .flat_views import cut_of, views_of
 
 if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook
@@ -73,7 +72,8 @@ class GradientBuffer:
             code = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
             if code is not None:
                 self.quantized = QuantizedGradients(code, layout, dtypes, collectives)
-        self._gaps, self._cut = layout.gaps(), cut_of(layout.slots)
+        self._gaps = layout.gaps()
+        self._cut = tuple((slot.shape, slot.stride, slot.offset) for slot in layout.slots)  # without names
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
     def _divide(self, gradients: float, sums: float) -> None:
@@ -121,8 +121,14 @@ class GradientBuffer:
         return self.flat
 
     def _taken(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of `dtype`, and keep its views."""
         flat = self.collectives.take(self.layout.numel, dtype)
-        self._views = views_of(flat, self.layout.slots, self._cut)
+        # Units of one shape take the same memory in turn, so that the views are kept on the tensor, too. `.data` breaks the
+        # reference cycle: a plain view would refer to the buffer, which refers to the view.
+        kept: dict[Any, list[torch.Tensor]] = flat.__dict__.setdefault("_views", {})
+        if self._cut not in kept:
+            kept[self._cut] = [slot_view(flat, slot).data for slot in self.layout.slots]
+        self._views = kept[self._cut]
         return flat
 
     def _widen(self) -> torch.Tensor:
