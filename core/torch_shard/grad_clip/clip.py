@@ -42,15 +42,14 @@ class _Gradients:
         """
         # By the id of a communicator, which all ranks add in one order: the communicator, and the shards.
         self.shards: dict[int, tuple[Any, list[torch.Tensor | None]]] = {}
-        self.dtypes: dict[torch.dtype, None] = {}  # in the order of their first gradient
         self._flats: dict[int, FlatBuffer] = {}  # by the id of a tensor that holds all of a flat buffer's gradients
         if runtime.in_backward is not None:
             runtime.in_backward.refuse("clipping gradients (engine.clip_grad_norm_, clip_grad_value_)")
         chosen = None if parameters is None else {id(p): p for p in parameters}  # a tied parameter counts once
         refuse_partials(runtime, None if chosen is None else chosen.values(), "clipping")
         units = runtime.units if chosen is None else dict.fromkeys(filter(None, map(unit_of, chosen.values())))
-        for flat in [flat for unit in units for flat in unit.flats]:
-            if not any(chosen is None or id(p) in chosen for p in flat.params):
+        for flat in [flat for unit in units for flat in unit.flats if flat.params]:
+            if chosen is not None and chosen.keys().isdisjoint(map(id, flat.params)):
                 continue
             piece = common_shard(flat, chosen, wait=False) if padding else None
             if piece is not None:
@@ -58,11 +57,12 @@ class _Gradients:
             shards = local_shards(flat, chosen) if piece is None else [piece]
             comm = flat.params[0]._spec.comm
             self.shards.setdefault(id(comm), (comm, []))[1].extend(shards)
-            self.dtypes |= dict.fromkeys(shard.dtype for shard in shards if shard is not None)
         plain = [p for p in (ignored if chosen is None else chosen.values()) if not isinstance(p, ShardTensor)]
         self.may_be_plain = bool(plain)  # on some ranks
         self.plain = [p.grad for p in plain if p.grad is not None]
-        self.dtypes |= dict.fromkeys(p.dtype for p in plain if p.requires_grad or p.grad is not None)
+        found = [shard.dtype for _, shards in self.shards.values() for shard in shards if shard is not None]
+        found += [p.dtype for p in plain if p.requires_grad or p.grad is not None]
+        self.dtypes = list(dict.fromkeys(found))
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the norm."""
@@ -142,7 +142,7 @@ def clip_grad_norm_(
 
 def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     """Return the norm, the same 0-d tensor of float64 on all ranks. Collective."""
-    c, compute = runtime.collectives, wide_dtype(list(grads.dtypes))
+    c, compute = runtime.collectives, wide_dtype(grads.dtypes)
     columns: list[tuple[Any, torch.Tensor]] = []
     for comm, shards in grads.shards.values():
         if p == 0:

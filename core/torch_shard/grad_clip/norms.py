@@ -94,7 +94,9 @@ def local_norm(
     if not norms:  # the value that does not change a norm of norms
         return torch.full((), math.inf if p < 0 else 0.0, dtype=dtype, device=device)
     made = iter(torch._foreach_norm(pieces, p, dtype=dtype) if pieces else ())
-    values = [(next(made) if norm is None else norm).to(device, dtype, non_blocking=True) for norm in norms]
+    values = [next(made) if norm is None else norm for norm in norms]
+    if any(value.device != device or value.dtype != dtype for value in values):
+        values = [value.to(device, dtype, non_blocking=True) for value in values]
     return torch.linalg.vector_norm(torch.stack(values), p)
 
 
