@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _SMALL = 4 << 20  # bytes of parameters; smaller units are exchanged together, because each message costs time
-_NONE, _FULL, _SHARDS = 0, 1, 2  # what a rank has of a parameter's state
+_NONE, _FULL, _SHARDS, _CUT = 0, 1, 2, 3  # what a rank has of a parameter's state
 
 
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
@@ -161,8 +161,8 @@ def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTenso
         what: the name of the operation, for error messages.
 
     Raises:
-        ShardError: on all ranks, before anything has changed: only some ranks have shards of a state, or only some replicas
-            have state.
+        ShardError: on all ranks, before anything has changed: only some ranks have shards of a state, only some replicas have
+            state, or state is a DTensor that is cut.
     """
     c = runtime.collectives
     state = optimizer.state
@@ -172,7 +172,7 @@ def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTenso
     for p in params:
         own = state.get(p)
         for key, value in own.items() if own else ():  # values may be replaced in the loop, since the keys stay
-            if any(map(is_dtensor, tensors_of(value))):  # replicated, from steps of tensor parallelism alone
+            if any(map(is_dtensor, tensors_of(value))):  # replicated, from steps under tensor parallelism alone
                 own[key] = local(value)
     table = [kinds_of[rank] for rank in c.topology.shard_group_of(c.world_rank)]
     owners = runtime.owners.of(optimizer)
@@ -210,6 +210,12 @@ def _check_kinds(runtime: Runtime, p: ShardTensor, kinds: list[int], what: str) 
     topology = runtime.collectives.topology
     # Where each rank is a replica (`no_shard`), equal state is the user's responsibility, as with DDP.
     have = [any(kinds[rank] for rank in ranks) for ranks in topology.shard_groups] if topology.is_hybrid else []
+    cut = [rank for rank, kind in enumerate(kinds) if kind == _CUT]
+    if cut:
+        raise ShardError(
+            f"rank {runtime.collectives.world_rank}: {what}: ranks {cut} have only a part of the state of {p._spec.name}, as a "
+            "DTensor. Replace it by tensor.full_tensor(), on every rank. Nothing was changed."
+        )
     if (_SHARDS in kinds and min(kinds) != _SHARDS) or len(set(have)) > 1:
         having = [rank for rank, kind in enumerate(kinds) if kind]
         raise ShardError(
@@ -223,6 +229,9 @@ def _kind(entries: Any) -> int:
     if not entries:
         return _NONE
     values = entries.values() if isinstance(entries, Mapping) else ()
+    dtensors: list[Any] = [tensor for value in values for tensor in tensors_of(value) if is_dtensor(tensor)]
+    if any(not placement.is_replicate() for dtensor in dtensors for placement in dtensor.placements):
+        return _CUT
     return _SHARDS if any(isinstance(value, ShardTensor) for value in values) else _FULL
 
 
