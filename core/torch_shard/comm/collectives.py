@@ -414,7 +414,9 @@ class Collectives:
         given = None if parts is None else list(parts)
         blocking(self.watchdog, "reduce", what, dist.scatter, into, given, src=self.watchdog.ranks[source])
         if self.world_rank == source:
-            self.bytes_sent += into.numel() * into.element_size() * (self.world - 1)
+            nbytes = into.numel() * into.element_size()
+            self.bytes_sent += nbytes * (self.world - 1)
+            self.bytes_sent_across += nbytes * (self.world - self.size * self.topology.data_parallel_groups)
 
     # -- messages: CPU tensors, which do not count as bytes sent --------------------------------------------------
     def broadcast_message(self, message: torch.Tensor, source: int, what: str) -> None:
