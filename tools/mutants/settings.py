@@ -14,7 +14,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "runtime": (
         "runtime/runtime.py",
         "runtime/forward_hooks.py",
-        "runtime/backward_hooks.py",
+        "runtime/backward_inputs.py",
         "runtime/on_demand.py",
     ),
     "reductions": ("runtime/reduce_schedule.py", "comm/gradient_reduction.py"),
@@ -22,7 +22,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "buffers": (
         "unit/flat_buffer.py",
         "unit/gradient_buffer.py",
-        "unit/partial_gradients.py",
+        "unit/accumulation.py",
         "comm/broadcast_buffers.py",
         "runtime/buffer_sync.py",
     ),
