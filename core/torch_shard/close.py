@@ -17,6 +17,7 @@ from .runtime.runtime import Runtime
 from .shard_tensor.tensor import ShardTensor
 from .shard_tensor.unsharded_param import set_own_grad
 from .state import optimizer_state
+from .state.param_names import names_by_id
 from .unit.flat_buffer import FlatBuffer
 from .unit.full_values import full_flat, full_tensors_from
 from .unit.module_params import copy_attributes, held_by
@@ -42,8 +43,7 @@ def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], m
     agree(runtime, "engine.close", [type(o).__name__ for o in optimizers], error)
     left_out = [o for o in runtime.owners.optimizers() if not any(o is other for other in optimizers)]
     states = [(o, optimizer_state.optim_state_dict(runtime, o, False, model, own=True)) for o in optimizers]
-    names = {id(p): name for unit in runtime.units for name, p in zip(unit.names, unit.params, strict=True)}
-    names = {**{id(p): name for name, p in model.named_parameters()}, **names}
+    names = names_by_id(runtime.units, model)
     runtime.schedule.reshard_unused()
     for unit in runtime.units:
         plain: list[tuple[ShardTensor, nn.Parameter]] = []

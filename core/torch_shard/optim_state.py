@@ -30,6 +30,7 @@ from .errors import ConfigError, StateDictError
 from .optim.engines_of_optimizer import params_of
 from .optim.matrix import state as matrix_state
 from .state import optimizer_state
+from .state.param_names import names_by_id
 
 __all__ = [
     "OptimStateKeyType",
@@ -307,9 +308,7 @@ def rekey_optim_state_dict(
         )
     params = params_of(optim) if optim is not None else _listed(optim_input)
     engine = engine_of(model)
-    known = {id(p): name for name, p in model.named_parameters()}
-    if engine is not None:
-        known.update({id(p): n for unit in engine.units for n, p in zip(unit.names, unit.params, strict=True)})
+    known = names_by_id(() if engine is None else engine.units, model)
     if any(id(p) not in known for p in params):
         raise StateDictError(f"{what}: the optimizer holds parameters that are not in the model.")
     names = [known[id(p)] for p in params]

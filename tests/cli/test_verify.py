@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+import torch_shard
 from tests.checkpoint.helpers import bits, files_of
 from tests.checkpoint.test_bad_files import flip, of_version, values_of
 from torch_shard.checkpoint.format.chunks import covers
 from torch_shard.checkpoint.format.dcp_metadata import load_metadata
+from torch_shard.checkpoint.format.manifest import read_manifest
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,22 @@ def test_what_is_good_is_good(kind, made, cli):
     found = cli("verify", made / kind, "--json")
     assert found["good"] is True and found["problems"] == [] and found["bytes"] > 0
     assert "is good" in cli("verify", made / kind)
+
+
+def test_what_a_hook_leaves_out_or_converts_is_not_lost(tmp_path, cli):
+    def change(module, state, prefix, metadata):
+        for name, p in module.named_parameters():
+            if not p.requires_grad:
+                del state[prefix + name]
+        state["1.weight"] = state["1.weight"].half()
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model.register_state_dict_post_hook(change)
+    torch_shard.shard(model).save(tmp_path / "c")
+    assert "is good" in cli("verify", tmp_path / "c")
+    rows = read_manifest(tmp_path / "c").parameters
+    assert [(row["name"], row["dtype"]) for row in rows] == [("1.weight", "float16"), ("1.bias", "float32")]
 
 
 @pytest.mark.parametrize(

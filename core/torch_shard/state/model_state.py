@@ -22,7 +22,9 @@ from ..shard_tensor.spec import ShardSpec, same_cut
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_flat
+from ..utils.patterns import without_wrappers
 from ..utils.tensor_memory import memory_key
+from .param_names import named_params
 
 
 def state_dict(
@@ -207,7 +209,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     """
     what = "engine.load_state_dict"
     error: Exception | None = None
-    specs = {p._spec.name: p._spec for unit in runtime.units for p in unit.params}
+    specs = {name: p._spec for name, p in named_params(runtime.units, None).items()}
     try:
         refuse_inside(runtime, what)
         missing, unexpected, problems = load_on_meta(model, state_dict)
@@ -268,7 +270,7 @@ def with_metadata(values: Mapping[str, Any], like: Any) -> WithMetadata:
 
 def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
     """Return True if a ShardTensor is sharded like the parameter of its name."""
-    own = specs.get(value._spec.name)
+    own = specs.get(without_wrappers(value._spec.name))
     return own is not None and same_cut(value._spec, own)
 
 

@@ -22,8 +22,8 @@ from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
-from ..utils.patterns import without_wrappers
 from .model_state import mismatch_error, misplaced
+from .param_names import names_by_id
 
 
 def names_of(
@@ -36,10 +36,7 @@ def names_of(
     Raises:
         StateDictError: without `others`, the optimizer holds parameters that are not the model's.
     """
-    names = {id(p): without_wrappers(n) for unit in runtime.units for n, p in zip(unit.names, unit.params, strict=True)}
-    if model is not None:
-        for name, p in model.named_parameters():
-            names.setdefault(id(p), without_wrappers(name))
+    names = names_by_id(runtime.units, model)
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for i, p in enumerate(group["params"]):

@@ -26,6 +26,7 @@ from ...errors import ConfigError, StateDictError
 from ...runtime.registry import engine_for
 from ...runtime.runtime import Runtime
 from ...state.optimizer_state import OTHER
+from ...state.param_names import named_params
 
 __all__ = [
     "EXTRA",
@@ -60,12 +61,7 @@ class Source:
 
     def params(self) -> dict[str, Any]:
         """Return the model's parameters by their names in optimizer state, those of its units first."""
-        found: dict[str, Any] = {}
-        for unit in self.runtime.units:
-            found.update(zip(unit.names, unit.params, strict=True))
-        for name, p in self.model.named_parameters():
-            found.setdefault(name, p)
-        return {self.prefix + name: p for name, p in found.items()}
+        return {self.prefix + name: p for name, p in named_params(self.runtime.units, self.model).items()}
 
 
 def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:

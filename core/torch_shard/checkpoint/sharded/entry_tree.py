@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ...shard_tensor.tensor import ShardTensor
 from ...state.optimizer_state import OTHER
+from ...utils.patterns import without_wrappers
 from .checkpoint_dir import Checkpoint
 from .entries import MODEL, MODELS, OPTIMIZER
 
@@ -235,9 +236,11 @@ def split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
 
 
 def unwrapped(name: str, known: Container[str]) -> str:
-    """Return a saved name without the prefixes of wrappers that the live names don't have."""
+    """Return a saved name without the parts of wrappers that the live names don't have."""
+    if name in known:
+        return name
     wrapper = next((w for w in ("module.", "_orig_mod.") if name.startswith(w)), None)
-    return name if wrapper is None or name in known else unwrapped(name[len(wrapper) :], known)
+    return without_wrappers(name) if wrapper is None else unwrapped(name[len(wrapper) :], known)
 
 
 # -- optimizers -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...shard_tensor.tensor import ShardTensor
+from ...utils.patterns import without_wrappers
 
 __all__ = ["joined", "mapped", "split"]
 
@@ -24,7 +25,7 @@ def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
     found: dict[str, dict[str, ShardTensor]] = {}
 
     def take(shards: ShardTensor) -> dict[str, int]:
-        found[str(len(found))] = {shards._spec.name: shards}
+        found[str(len(found))] = {without_wrappers(shards._spec.name): shards}
         return {_MARK: len(found) - 1}
 
     return mapped(tree, take), found

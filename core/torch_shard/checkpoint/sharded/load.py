@@ -19,6 +19,7 @@ from ...comm.collective_steps import broadcast, each, uncollected
 from ...errors import CheckpointError, StateDictError
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
+from ...utils.patterns import without_wrappers
 from ..full.load import load_full
 from ..full.open_files import is_full
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
@@ -218,7 +219,8 @@ def _own_places(model: SavedModel) -> frozenset[str]:
     """Return the entries that are read into the model's own memory: the parameters that loading would copy them to."""
     if not _loads_plainly(model.source.model):
         return frozenset()
-    params = dict(model.source.model.named_parameters(remove_duplicate=False))
+    named = model.source.model.named_parameters(remove_duplicate=False)
+    params = {without_wrappers(name): p for name, p in named}
     found: list[tuple[str, int]] = []
     # Tied parameters may have been saved with different values, of which loading takes the last.
     places: dict[int, set[Any]] = {}

@@ -25,6 +25,7 @@ from .entry_tree import (
     new_tensor,
     optimizer_at,
     tree_of,
+    unwrapped,
 )
 from .saved_model import SavedModel
 
@@ -155,7 +156,7 @@ class _Reading:
         """Return the entries of :data:`SLICED` by number, with the live parameters that they are cut as, or None."""
         found = self.tree.get(SLICED)
         return {
-            number: (leaf, self.params.get(name))
+            number: (leaf, self.params.get(unwrapped(name, self.params)))
             for number, own in (found if isinstance(found, dict) else {}).items()
             for name, leaf in own.items()
         }

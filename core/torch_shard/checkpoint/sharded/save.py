@@ -21,6 +21,7 @@ from ...errors import CheckpointError, ConfigError
 from ...log import logger
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
+from ...utils.patterns import without_wrappers
 from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
@@ -334,11 +335,11 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
         "world_size": engine.world_size,
         "strategy": engine.config.strategy,
         "units": tuple(
-            {"name": s.prefix + u.name, "parameters": [s.prefix + n for n in u.names]}
+            {"name": s.prefix + u.name, "parameters": [s.prefix + without_wrappers(n) for n in u.names]}
             for s in sources
             for u in s.runtime.units
         ),
-        "parameters": tuple(row for source in sources for row in _table(source)),
+        "parameters": tuple(row for source in sources for row in _table(source, _entry(contents, source.path))),
         "whole": tuple(_unsharded_state(sources, contents)),
         "module_versions": {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources},
     }
@@ -371,13 +372,16 @@ def _versions(state: Any) -> dict[str, Any]:
     return {name: {"version": own["version"]} for name, own in metadata.items() if isinstance(own.get("version"), int)}
 
 
-def _table(source: Source) -> list[dict[str, Any]]:
+def _table(source: Source, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the manifest says of the parameters that are saved. Hooks and filters may leave out or convert some."""
+    trainable = {without_wrappers(name): p.requires_grad for name, p in source.model.named_parameters()}
     return [
         {
             "name": source.prefix + name,
-            "shape": list(p.shape),
-            "dtype": str(p._local.dtype if isinstance(p, ShardTensor) else p.dtype).removeprefix("torch."),
-            "trainable": p.requires_grad,
+            "shape": list(value.shape),
+            "dtype": str(value._local.dtype if isinstance(value, ShardTensor) else value.dtype).removeprefix("torch."),
+            "trainable": trainable[name],
         }
-        for name, p in source.model.named_parameters()
+        for name, value in saved.items()
+        if name in trainable and isinstance(value, torch.Tensor)
     ]

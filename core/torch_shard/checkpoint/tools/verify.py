@@ -21,6 +21,7 @@ from typing import IO, Any
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ...errors import CheckpointError
+from ...utils.patterns import without_wrappers
 from ..format.atomic_directory import find
 from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
@@ -149,14 +150,15 @@ def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterato
             if lost or not covers(found.size, found.chunks):
                 yield Problem("", (name,), f"the parts of {name} do not make up its shape {list(found.size)}")
     for row in manifest.parameters:
-        prefix, _, rest = row["name"].partition(".")
-        full = f"{MODEL}.{row['name']}"
+        name = without_wrappers(row["name"])  # version 0.1.0 kept the parts of wrappers
+        prefix, _, rest = name.partition(".")
+        full = f"{MODEL}.{name}"
         full = full if full in known else f"{MODELS}.{prefix}.{rest}"
         param = known.get(full)
         if not isinstance(param, TensorStorageMetadata):
-            yield Problem("", (full,), f"parameter {row['name']} is missing")
+            yield Problem("", (full,), f"parameter {name} is missing")
         elif (list(param.size), str(param.properties.dtype)) != (row["shape"], f"torch.{row['dtype']}"):
-            yield Problem("", (full,), f"parameter {row['name']} has another shape or dtype than {MANIFEST} says")
+            yield Problem("", (full,), f"parameter {name} has another shape or dtype than {MANIFEST} says")
 
 
 def _offsets(found: Any, index: MetadataIndex) -> tuple[int, ...] | None:
