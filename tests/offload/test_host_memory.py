@@ -41,6 +41,11 @@ def files(limit: str, used: int, cache: int = 0, high: str = "max") -> dict[str,
     return {"memory.max": f"{limit}\n", "memory.high": high, "memory.current": f"{used}\n", "memory.stat": stat}
 
 
+def files_of_version_1(limit: int, used: int, cache: int = 0) -> dict[str, str]:
+    stat = f"inactive_file 0\ntotal_inactive_file {cache // 2}\ntotal_active_file {cache - cache // 2}\n"
+    return {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
+
+
 def test_without_control_groups_it_is_what_the_machine_has_available(tmp_path):
     assert rooms(system(tmp_path)) == [8 * GIB]
 
@@ -62,6 +67,20 @@ def test_the_limit_above_which_the_kernel_slows_a_group_down_counts(tmp_path):
 def test_in_a_container_the_top_of_the_tree_is_its_own_group(tmp_path, own):
     """Its path is that within the container, or outside of it, where nothing can be read."""
     assert rooms(system(tmp_path, own, **{"": files(str(4 * GIB), GIB)})) == [8 * GIB, 3 * GIB]
+
+
+def test_a_limit_of_version_1_counts(tmp_path):
+    """Its hierarchy lies in a folder of its own, and shows from the container's group on."""
+    root = system(tmp_path, memory=files_of_version_1(4 * GIB, 3 * GIB, cache=GIB))
+    (root / "proc/self/cgroup").write_text("5:cpu,memory:/docker/abc\n1:name=systemd:/docker/abc\n0::/docker/abc\n")
+    assert rooms(root) == [8 * GIB, 2 * GIB]
+
+
+def test_groups_of_version_1_are_nested(tmp_path):
+    unlimited = files_of_version_1((1 << 63) - 4096, GIB)
+    root = system(tmp_path, memory=unlimited, memory__a=files_of_version_1(3 * GIB, GIB), memory__a__b=unlimited)
+    (root / "proc/self/cgroup").write_text("5:memory:/a/b\n")
+    assert [room for room in rooms(root) if room < 8 * GIB] == [2 * GIB]
 
 
 def test_a_group_that_is_used_up_has_no_room(tmp_path):

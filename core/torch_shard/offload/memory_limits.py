@@ -60,7 +60,7 @@ def available() -> int | None:
 
 
 def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return the limits on this process's memory: the machine's, and those of its control groups (version 2). Not collective.
+    """Return the limits on this process's memory: the machine's, and those of its control groups. Not collective.
 
     Args:
         root: where ``proc`` and ``sys`` are.
@@ -70,17 +70,16 @@ def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
     found = []
     with contextlib.suppress(AttributeError, ValueError, OSError):
         found.append(Limit(machine, _machine(root), is_machine=True))
-    own = next((line[3:] for line in _read(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
-    top = root / "sys/fs/cgroup"
-    folder = top / own.lstrip("/")
-    # A container may see a part of the groups only: those that are not there limit nothing that can be read.
-    for group in (folder, *folder.parents):
-        with contextlib.suppress(ValueError, OSError):
-            if (room := _room(group)) is not None:
-                where = group.stat()  # in each container the path is another one
-                found.append(Limit(f"{machine} {where.st_dev} {where.st_ino}", room, is_machine=False))
-        if group == top:
-            break
+    for top, own in _own_groups(root):
+        folder = top / own.lstrip("/")
+        # A container may see a part of the groups only: those that are not there limit nothing that can be read.
+        for group in (folder, *folder.parents):
+            with contextlib.suppress(ValueError, OSError):
+                if (room := _room(group)) is not None:
+                    where = group.stat()  # in each container the path is another one
+                    found.append(Limit(f"{machine} {where.st_dev} {where.st_ino}", room, is_machine=False))
+            if group == top:
+                break
     return tuple(found)
 
 
@@ -124,14 +123,31 @@ def _machine(root: Path) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # other systems: what is installed
 
 
+def _own_groups(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the top of each hierarchy of control groups that may limit memory, and this process's group in it."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            yield root / "sys/fs/cgroup", own
+        elif "memory" in controllers.split(","):
+            yield root / "sys/fs/cgroup/memory", own
+
+
+# Of version 2 and version 1: the files with limits, that with what is used, and what of `memory.stat` is page cache. Above `high`
+# the kernel slows the group down until it has given memory back: what is pinned it can't give back.
+_VERSIONS = (
+    (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+
+
 def _room(group: Path) -> int | None:
-    # Above `high` the kernel slows the group down until it has given memory back: what is pinned it can't give back.
-    found = [int(text) for name in ("max", "high") if (text := _read(group / f"memory.{name}").strip()).isdecimal()]
-    if not found:
-        return None
-    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-    cache = sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
-    return max(0, min(found) - max(0, int(_read(group / "memory.current")) - cache))
+    for names, used, cached in _VERSIONS:
+        if found := [int(text) for name in names if (text := _read(group / name).strip()).isdecimal()]:
+            stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            cache = sum(int(stat.get(name, 0)) for name in cached)
+            return max(0, min(found) - max(0, int(_read(group / used)) - cache))
+    return None
 
 
 def _read(path: Path) -> str:
