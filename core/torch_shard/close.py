@@ -22,7 +22,7 @@ from .unit.flat_buffer import FlatBuffer
 from .unit.full_values import full_flat, full_tensors_from
 from .unit.module_params import copy_attributes, held_by
 from .unit.unit import Unit
-from .unshard.full_values import local_grads
+from .unshard.scattered_values import local_grads
 
 
 def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:

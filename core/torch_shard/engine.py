@@ -21,7 +21,7 @@ from .grad_clip import clip, grad_norms
 from .optim.matrix.state import tensors_of
 from .optim.step_watch import StepWatch
 from .plan.plan import Plan
-from .runtime import backward_inputs, comm_hook, registry, statistics
+from .runtime import backward_inputs, comm_hook_registration, registry, statistics
 from .runtime.forward_hooks import unregister
 from .runtime.runtime import Runtime
 from .setup import build
@@ -176,7 +176,7 @@ class Engine:
             UnitStateError: gradients wait for their reduction (:meth:`no_sync`).
             ShardError: by a backward in which the hook left a gradient of another size, or raised on another rank.
         """
-        comm_hook.register(self._runtime, state, hook)
+        comm_hook_registration.register(self._runtime, state, hook)
 
     def clip_grad_norm_(
         self,

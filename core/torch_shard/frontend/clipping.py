@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..grad_clip.checks import refuse_partials
-from ..unshard.full_values import reduced_grad_of
+from ..unshard.scattered_values import reduced_grad_of
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -15,7 +15,7 @@ from ..shard_tensor.attributes import get_grad
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
-from ..unshard.full_values import reduced_grad_of
+from ..unshard.scattered_values import reduced_grad_of
 
 __all__ = ["common_shard", "gather_columns", "local_norm", "local_shards", "wide_dtype"]
 

@@ -26,7 +26,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import is_view, set_own_grad, show_as_plain
 from ..unit.full_values import full_flat, full_tensors_from
 from ..unit.unit import State, Unit, unit_of
-from .full_values import local_grads
+from .scattered_values import local_grads
 from .write_back import GatheredUnit, Request, write_back
 
 

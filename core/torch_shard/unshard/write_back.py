@@ -15,7 +15,7 @@ from ..runtime.runtime import Runtime
 from ..shard_tensor.unsharded_param import is_view, memory_of, own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.unit import Unit
-from .full_values import scatter_shards, set_grad, unify_replicas
+from .scattered_values import scatter_shards, set_grad, unify_replicas
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from ..errors import ConfigError, UnitStateError
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = [
-    "register",
-]
+__all__ = ["register"]
 
 
 def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
