@@ -8,10 +8,10 @@ import torch
 
 from .collectives import Collectives
 
-Coalesced = list[tuple[list[torch.Tensor], torch.Tensor]]
-"""Pairs of the tensors of one dtype and the flat tensor that is sent for them.
+Coalesced = list[tuple[list[torch.Tensor], torch.Tensor, bool]]
+"""For each dtype its tensors, the flat tensor that is sent for them, and if this is a view of the memory of a single tensor.
 
-The flat tensor is a view of the memory of a single tensor, or a copy of several.
+Otherwise the flat tensor is a copy.
 """
 
 
@@ -30,7 +30,7 @@ def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coale
         # `.data` bypasses the version counters. As under DDP, a graph that has saved a buffer stays usable (say the loss of two
         # forwards through running statistics).
         flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(device) for t in group])
-        found.append((group, flat))
+        found.append((group, flat, alone))
     return found
 
 
@@ -49,7 +49,7 @@ def broadcast_coalesced(
         what: the name of the operation, for error messages.
         met: True if every rank is known to have come here already.
         within_data_parallel: take the values of the first rank of this rank's data-parallel group instead of rank 0's, see
-            :mod:`.layout.rank_topology`.
+            :mod:`torch_shard.layout.rank_topology`.
     """
     c = collectives
     if (c.data_parallel_size if within_data_parallel else c.world) > 1:
@@ -70,13 +70,13 @@ def broadcast(
     if not met:
         c.watchdog.host_barrier(what)
     with torch.no_grad():
-        for group, flat in coalesced:
+        for group, flat, in_place in coalesced:
             # Sent as bytes, because backends don't know every dtype that a model may hold.
             raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
             c.broadcast(raw, first, what, channel, ordered=c.watchdog.on_streams)
             if flat.dtype is torch.bool:
                 flat.copy_(raw)
-            if flat.data_ptr() == group[0].data_ptr():  # received in place
+            if in_place:
                 continue
             at = 0
             for tensor in group:

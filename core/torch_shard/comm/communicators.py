@@ -32,7 +32,7 @@ def connect(
     """Make the collectives of an engine over `group`. Collective over `group`.
 
     If the ranks' topologies differ, no process group is made for a topology. The result then serves only for the vote by
-    which set-up reports the difference (:func:`.setup.checks.agree`).
+    which set-up reports the difference (:func:`torch_shard.setup.checks.agree`).
 
     Args:
         group: the process group over the engine's ranks; None for one rank alone without any process group.

@@ -30,16 +30,15 @@ class HostGradients:
     """The gradients of one flat buffer in host memory.
 
     Attributes:
-        moving: the work on the gradients. The work on the shard is another: a forward need not wait for gradients.
+        pending_writes: the work on the gradients. The work on the shard is another: a forward need not wait for gradients.
     """
 
     def __init__(self, host: Host, numel: int, unit: int) -> None:
         """Take no memory yet; see :meth:`prepare`. `numel`: elements of the shard. `unit`: number of the unit."""
         self.host, self.pending_writes = host, PendingWrites(host)
         self._numel, self._unit = numel, unit
-        self._buffers: list[
-            tuple[torch.Tensor, int]
-        ] = []  # with the number of references to its storage while nobody uses it
+        # Each with the number of references to its storage while nobody uses it.
+        self._buffers: list[tuple[torch.Tensor, int]] = []
         self._known = False  # the norms of what the latest work writes were taken on the device
 
     def prepare(self, dtype: torch.dtype) -> None:
@@ -66,7 +65,7 @@ class HostGradients:
     ) -> torch.Tensor:
         """Begin to copy a reduced gradient to host memory; return that memory, in `dtype`.
 
-        Sharded tensors that are made over the returned memory have to wait (``moving.hold``).
+        Sharded tensors that are made over the returned memory have to wait (``pending_writes.block_reads``).
 
         Args:
             result: 1-D, on the device, in `dtype` or a narrower one. Nobody else uses it any more.

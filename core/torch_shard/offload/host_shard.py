@@ -37,7 +37,7 @@ class HostShard:
 
     Attributes:
         shard: 1-D, in the dtype that is stored.
-        moving: the work on the shard, and on its optimizer state.
+        pending_writes: the work on the shard, and on its optimizer state.
     """
 
     def __init__(self, host: Host, shard: torch.Tensor, params: Sequence[Any]) -> None:

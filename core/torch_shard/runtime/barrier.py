@@ -25,7 +25,7 @@ def meet(runtime: Runtime, seconds: float, what: str) -> None:
     """
     c = runtime.collectives
     control = c.watchdog.channels.get("control")
-    in_step = control is not None and not control.groups.broken
-    if in_step and not runtime.forwards.running and not runtime.solo and graph_task() == -1:
+    can_agree = control is not None and not control.groups.broken
+    if can_agree and not runtime.forwards.running and not runtime.solo and graph_task() == -1:
         with c.watchdog.timeout_at_least(seconds):
             agree(runtime, what)

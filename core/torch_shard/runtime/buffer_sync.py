@@ -16,9 +16,8 @@ class BufferSync:
 
     def __init__(self, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
-        self.due = (
-            True  # as under DDP, before the first forward and before each forward after one whose backward reduces
-        )
+        # As under DDP, before the first forward and before each forward after one whose backward reduces.
+        self.due = True
 
     def synchronise(self, root: nn.Module) -> None:
         """Broadcast the buffers of `root`; call right after the ranks have agreed to begin a forward. Collective."""
@@ -30,9 +29,8 @@ class BufferSync:
     def signature(self, root: nn.Module) -> tuple[int, str]:
         """Return a number that tells buffers of different sizes apart, and a text for an error."""
         sizes = [(b.numel(), b.dtype.itemsize) for b in self._buffers(root)]
-        return zlib.crc32(
-            str(sizes).encode()
-        ), f"broadcasts {len(sizes)} buffers of {sum(n for n, _ in sizes)} elements"
+        text = f"broadcasts {len(sizes)} buffers of {sum(n for n, _ in sizes)} elements"
+        return zlib.crc32(str(sizes).encode()), text
 
     def _buffers(self, root: nn.Module) -> list[torch.Tensor]:
         return [b for name, b in root.named_buffers() if name not in self.ignored]

@@ -178,9 +178,8 @@ class OnDemand:
         """Make it an error to edit one of `copies`, which stand for views of `name`."""
         if copies:
             line = caller_line()
-            self._copies += [
-                (c.detach(), c._version, name, line) for c in copies
-            ]  # not the graph; the version is shared
+            # A detached tensor keeps no graph alive, and shares the version.
+            self._copies += [(c.detach(), c._version, name, line) for c in copies]
 
     def check_copies(self) -> None:
         """Raise if a copy that stands for a view was edited."""

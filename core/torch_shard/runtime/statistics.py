@@ -44,7 +44,7 @@ def parameter_bytes(runtime: Runtime) -> int:
 def gradient_bytes(runtime: Runtime) -> int:
     """Return the bytes of this rank's gradients, including deferred ones and the residuals of error feedback."""
     total = 0
-    for flat in (flat for flat in runtime.flats):
+    for flat in runtime.flats:
         for held in (flat.gradients.flat, flat.gradients.quantized):
             total += held.nbytes if held is not None else 0
         with torch._C.DisableTorchFunctionSubclass():

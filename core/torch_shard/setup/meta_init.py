@@ -89,13 +89,11 @@ class Materialiser:
                 raise _uninitialised(self.collectives.world_rank, name)
 
     def _on_full(self, unit: Unit, modules: list[nn.Module]) -> None:
+        unit.allocate()
         for flat in unit.flats:
-            if unit.gathers:
-                flat.full.untyped_storage().resize_(flat.nbytes)
             for start, stop in flat.layout.gaps():
                 flat.full[start:stop].zero_()
             _mark_shards(flat)
-        unit.state = State.FULL
         unit.summon()
         unit.install()
         try:

@@ -10,6 +10,8 @@ A unit has one :class:`~.flat_buffer.FlatBuffer` for each dtype and trainability
 The states of a unit::
 
     SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
+    GATHERING --wait() fails--> SHARDED       with new buffers, since the old ones may still be written
+    FULL --unshard()--> GATHERING             the same values once more, because other ranks have resharded (`refill`)
     SHARDED or FULL --summon()--> SUMMONED --dismiss()--> the state before
 
 Where a shard group has one rank, `full` is the shard itself, the unit is always FULL, and nothing moves. There are two
@@ -93,7 +95,6 @@ class Unit:
         self.running = 0  # forwards that compute with this unit at this moment
         self.installed = 0  # forwards and gathered() calls that have put the unsharded parameters into the modules
         self._state_before_summon = self.state
-        self.is_summoned = False  # `state` is SUMMONED; an attribute, since it is asked for each gradient
         self.awaits_trigger = False  # recomputed in backward before its own trigger: see Forwards.enter
         self.uses: list[Any] = []  # uses whose backward has begun
         # Uses that backward may reach without a trigger, so that this rank keeps the unit unsharded. Other ranks may have
@@ -292,15 +293,25 @@ class Unit:
             self.pending = []
         self.state = State.FULL
 
+    def allocate(self) -> None:
+        """Make a SHARDED unit FULL without values, for whoever fills the full buffers."""
+        if self.gathers:
+            for flat in self.flats:
+                flat.full.untyped_storage().resize_(flat.nbytes)
+            self.state = State.FULL
+
     def summon(self) -> None:
         """Make a SHARDED or FULL unit SUMMONED: it is not unsharded, resharded or written back until :meth:`dismiss`."""
         self._state_before_summon, self.state = self.state, State.SUMMONED
-        self.is_summoned = True
 
     def dismiss(self) -> None:
         """Give a SUMMONED unit the state back that it had before :meth:`summon`."""
         self.state = self._state_before_summon
-        self.is_summoned = False
+
+    @property
+    def is_summoned(self) -> bool:
+        """True inside ``engine.gathered`` on ranks that have the values."""
+        return self.state is State.SUMMONED
 
     def note_stream(self) -> None:
         """Note that the current CUDA stream computes with the unsharded parameters from here on."""
@@ -456,9 +467,8 @@ class Unit:
         """Carry out `param.register_post_accumulate_grad_hook(fn)`: `fn` runs once `.grad` holds the reduced shard."""
         name = param._spec.layout.slots[param._spec.index].name
         hooks = self.post_hooks.setdefault(name, OrderedDict())
-        handle = RemovableHandle(
-            hooks
-        )  # whose id also differs from those of hooks that were registered before sharding
+        # The id of this handle also differs from those of hooks that were registered before sharding.
+        handle = RemovableHandle(hooks)
         hooks[handle.id] = fn
         return handle
 
