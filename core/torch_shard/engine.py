@@ -280,6 +280,9 @@ class Engine:
         `device` or `grads`) and the units compute in the dtype that they are stored in. Under ``ShardConfig.precision`` the
         values are those of storage, and a forward inside computes in that dtype, to which its inputs are cast.
 
+        A call with the same `ranks` and `device` that is nested shares the values. One with others gets copies of them, where all
+        ranks have them.
+
         Args:
             target: a module, a parameter, or several; everything by default. Units are gathered as a whole.
             write: keep what is changed inside. With `ranks`, the lowest of them decides for all. An exception inside
@@ -290,7 +293,8 @@ class Engine:
 
         Raises:
             ConfigError: an argument is wrong.
-            UnitStateError: inside a forward of one of the units, or nested in a call with other `ranks` or `device`.
+            UnitStateError: inside a forward of one of the units, or nested in a call for some ranks only, with other `ranks`
+                or another `device`.
             ReplacedParameterError: a module holds another parameter than when it was sharded.
             ShardError: with `write`, a parameter got another shape or dtype or was replaced; with `grads`, the
                 gradients are not reduced yet (:meth:`no_sync`).

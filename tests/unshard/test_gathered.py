@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch_shard
 from tests.support.marks import exhaustive, quick
 from tests.support.odd_model import Net, assert_grads, assert_same, batch, build, reference_grads
 from tests.support.ranks import ranks
-from torch_shard.errors import ConfigError, ShardError, UnitStateError
+from torch_shard.errors import ConfigError, ReplacedParameterError, ShardError, UnitStateError
 
 
 def sharded(**config: Any) -> tuple[Net, Net, torch_shard.Engine]:
@@ -173,9 +174,6 @@ def test_nested_calls() -> None:
         assert torch.equal(model.head.bias, plain.head.bias + 1.0)
         with engine.gathered(device="cpu", ranks=[0, 1]):
             model.blocks[0][0].bias.zero_()
-        for other in ({"ranks": 0}, {"ranks": 0, "write": True}):
-            with pytest.raises(UnitStateError, match="already gathered"), engine.gathered(**other):
-                pass
     with torch.no_grad():
         plain.head.bias.add_(1.0)
     # the inner call shares the outer values, and the outer call does not write
@@ -183,6 +181,43 @@ def test_nested_calls() -> None:
     with engine.gathered(ranks=0), pytest.raises(UnitStateError, match="already gathered"), engine.gathered():
         pass
     assert isinstance(model.head.bias, torch_shard.ShardTensor)
+
+
+@pytest.mark.parametrize("config", [{}, *exhaustive({"strategy": "no_shard"}, {"precision": torch.bfloat16})])
+@pytest.mark.parametrize("outer_writes", [*exhaustive(False), True])
+@pytest.mark.parametrize("inner_writes", [*exhaustive(False), True])
+@pytest.mark.parametrize("shared", [False, *exhaustive(True)])
+@ranks(2)
+def test_a_nested_call_for_one_rank_gets_copies(
+    config: dict[str, Any], outer_writes: bool, inner_writes: bool, shared: bool, rank: int
+) -> None:
+    plain, model, engine = sharded(**config)
+    with engine.gathered(write=outer_writes), torch.no_grad():
+        outer, frozen = model.head.bias, model.frozen
+        outer.fill_(1.0)
+        model.blocks[0][0].bias.data = torch.full((11,), 5.0)
+        model.conv.weight.requires_grad_(False)
+        outer.note = "the user's"
+        between = engine.gathered(ranks=1, device="cpu") if shared else contextlib.nullcontext()
+        sent = engine.bytes_sent
+        with between, engine.gathered(ranks=1, device="cpu", write=inner_writes):
+            assert engine.bytes_sent - sent < 100  # the ranks agree, and nothing is gathered
+            assert (model.head.bias is not outer) == (rank == 1)
+            assert (model.head.bias == 1.0).all() and (model.blocks[0][0].bias == 5.0).all()
+            assert model.head.bias.note == "the user's" and not model.conv.weight.requires_grad
+            if rank == 1:
+                model.head.bias.add_(1.0)
+        assert model.head.bias is outer and model.frozen is frozen
+        assert (outer == (2.0 if inner_writes else 1.0)).all()
+        assert not model.conv.weight.requires_grad
+    with torch.no_grad():
+        if inner_writes or outer_writes:
+            plain.head.bias.fill_(2.0 if inner_writes else 1.0)
+            plain.blocks[0][0].bias.fill_(5.0)
+    assert_same(full(model, engine), plain)
+    assert not model.conv.weight.requires_grad
+    tolerance = {"rtol": 0.1, "atol": 0.1} if "precision" in config else {}
+    torch.testing.assert_close(model(batch(rank)), plain(batch(rank)), check_dtype=False, **tolerance)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -298,6 +333,10 @@ def test_wrong_arguments_are_named(rank: int) -> None:
     for kwargs, message in [
         ({"ranks": 7}, "ranks: 7"),
         ({"ranks": []}, "ranks: .* must name one"),
+        ({"ranks": True}, "ranks: True"),
+        ({"ranks": "all"}, "ranks: 'all'"),
+        ({"ranks": 0.5}, "ranks: 0.5"),
+        ({"device": "gpu"}, "device: .*gpu"),
         ({"device": "meta"}, "device: the meta"),
         ({"target": "head"}, "target must be"),
         ({"target": other}, "target: weight"),
@@ -306,6 +345,36 @@ def test_wrong_arguments_are_named(rank: int) -> None:
             pass
     with pytest.raises(ConfigError, match="ranks: 9"), engine.gathered(ranks=9 if rank else None):
         pass
+
+
+@ranks(2)
+def test_a_replaced_parameter_is_refused_on_all_ranks_and_breaks_nothing(rank: int) -> None:
+    plain, model, engine = sharded(timeout=3)
+    kept = model.blocks[1][0].weight
+    for kwargs in ({}, {"write": True}, {"ranks": 0, "device": "cpu"}):
+        if rank == 1:
+            model.blocks[1][0].weight = nn.Parameter(torch.zeros_like(plain.blocks[1][0].weight))
+        with pytest.raises(ReplacedParameterError, match="holds another parameter"), engine.gathered(**kwargs):
+            pass
+        model.blocks[1][0].weight = kept
+    assert_same(full(model, engine), plain)
+    assert engine.statistics().gathered == 0
+    torch.testing.assert_close(model(batch(rank)), plain(batch(rank)))
+
+
+@ranks(2)
+def test_a_gather_that_cannot_start_leaves_no_unit_gathered(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model, engine = sharded()
+
+    def out_of_memory() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.units[1], "unshard", out_of_memory)
+        with pytest.raises(MemoryError), engine.gathered():
+            pass
+    assert engine.statistics().gathered == 0
+    torch.testing.assert_close(model(batch(rank)), plain(batch(rank)))
 
 
 @ranks(2)

@@ -369,32 +369,57 @@ class Unit:
 
     # -- unsharded parameters in the modules --------------------------------------------------------------------
     def install(self) -> None:
-        """Put the unsharded parameters into the modules, in place of the sharded ones."""
-        self.installed += 1
-        if self.installed > 1:
+        """Put the unsharded parameters into the modules, in place of the sharded ones.
+
+        Raises:
+            ReplacedParameterError: a module holds another parameter; no module was changed.
+        """
+        if self.installed:
+            self.installed += 1
             return
+        self.refuse_replaced()
         for flat in self.flats:
             flat.mirror()
+        self.installed = 1
         for module, attribute, flat, index in self.places:
             slots, param = module._parameters, flat.params[index]
             held: Any = slots.get(attribute)
-            if held is param:
+            if held is param:  # else torch.func.functional_call has put a tensor there for one call
                 slots[attribute] = flat.unsharded_params[index]
-            elif not _is_of_functional_call(held):
-                self.installed -= 1
-                self._restore()
-                name = flat.layout.slots[index].name
-                raise ReplacedParameterError(
-                    f"rank {self.collectives.world_rank}: {type(module).__name__}.{attribute} (sharded as {name!r}) holds "
-                    "another parameter than when the model was sharded. Replace layers before shard(), use "
-                    "load_state_dict without assign=True, or close() the engine and shard again."
-                )
             if len(param.__dict__) > OWN_COUNT:
                 copy_attributes(param, flat.unsharded_params[index])
         for rnn in self._rnns:
             rebuild_flat_weights(rnn)
         for flat in self.flats:
             flat.note_versions()
+
+    def refuse_replaced(self) -> None:
+        """Raise a ReplacedParameterError if a module holds another parameter than when the model was sharded.
+
+        The unsharded parameters must not be in the modules.
+        """
+        for module, attribute, flat, index in self.places:
+            held: Any = module._parameters.get(attribute)
+            if held is not flat.params[index] and not _is_of_functional_call(held):
+                name = flat.layout.slots[index].name
+                raise ReplacedParameterError(
+                    f"rank {self.collectives.world_rank}: {type(module).__name__}.{attribute} (sharded as {name!r}) holds "
+                    "another parameter than when the model was sharded. Replace layers before shard(), use "
+                    "load_state_dict without assign=True, or close() the engine and shard again."
+                )
+
+    def exchange(self, params: list[list[nn.Parameter]]) -> None:
+        """Make `params`, by flat buffer, the unsharded parameters, also in the modules if these hold them now."""
+        chosen = dict(zip(self.flats, params, strict=True))
+        for module, attribute, flat, index in self.places:
+            before, after = flat.unsharded_params[index], chosen[flat][index]
+            if module._parameters.get(attribute) is before:
+                module._parameters[attribute] = after
+                copy_attributes(before, after)
+        for rnn in self._rnns:
+            rebuild_flat_weights(rnn)
+        for flat, unsharded in chosen.items():
+            flat.unsharded_params = unsharded
 
     def uninstall(self) -> None:
         """Put the sharded parameters back into the modules, and write edits of the unsharded ones to the shard."""

@@ -2,7 +2,8 @@
 
 There are two ways. *In place*: all ranks get the values on the mesh's device. The unit's own full buffers and unsharded
 parameters serve, and a backward inside reduces gradients as usual. *Copies*: only some ranks get the values, or the values
-are on another device, or modules compute with other values than the stored ones. Each unit is then gathered into new memory.
+are on another device, or modules compute with other values than the stored ones. Each unit is then gathered into new memory,
+or copied from an enclosing call whose values all ranks have.
 
 In both ways ``FlatBuffer.unsharded_params`` has the parameters that the modules hold, and that ``ShardTensor.__torch_function__``
 substitutes for a sharded parameter: the unit's own, or the copies.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ..shard_tensor.unsharded_param import is_view, set_own_grad, show_as_plain
 from ..unit.full_values import full_flat, full_tensors_from
 from ..unit.unit import State, Unit, unit_of
 from .scattered_values import local_grads
-from .write_back import GatheredUnit, Request, write_back
+from .write_back import GatheredUnit, Request, settle, write_back
 
 
 @contextlib.contextmanager
@@ -41,8 +42,9 @@ def gathered(
 ) -> Iterator[None]:
     """Let the modules of the units that `target` touches hold full, plain ``nn.Parameter`` inside. Collective.
 
-    Nested calls with the same `ranks` and `device` share the enclosing call's values. A backward inside is reduced as usual
-    if the values are in place (all ranks, the mesh's device, the stored dtype) and `grads` is off; otherwise it is an error.
+    A nested call with the same `ranks` and `device` shares the enclosing call's values. One with others gets copies of them,
+    where all ranks have them. A backward inside is reduced as usual if the values are in place (all ranks, the mesh's device, the
+    stored dtype) and `grads` is off; otherwise it is an error.
 
     Args:
         runtime: of the engine.
@@ -55,7 +57,8 @@ def gathered(
 
     Raises:
         ConfigError: an argument is wrong; names it.
-        UnitStateError: inside a forward of one of the units, or nested in a call with other `ranks` or `device`.
+        UnitStateError: inside a forward of one of the units, or nested in a call for some ranks only, with other `ranks` or
+            another `device`.
         ReplacedParameterError: a module holds another parameter than at sharding.
     """
     c = runtime.collectives
@@ -130,8 +133,8 @@ def units_of(runtime: Runtime, target: Any) -> list[Unit]:
 def _ranks(c: Collectives, ranks: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if ranks is None:
         return None
-    chosen = {ranks} if isinstance(ranks, int) else set(ranks)
-    if not chosen or not chosen <= set(range(c.world)):
+    chosen = set(ranks) if isinstance(ranks, Iterable) else {ranks}
+    if not chosen or not chosen <= set(range(c.world)) or any(isinstance(rank, bool) for rank in chosen):
         raise ConfigError(f"ranks: {ranks!r} must name one or several of the ranks 0 to {c.world - 1}.")
     return None if len(chosen) == c.world else tuple(sorted(chosen))
 
@@ -139,7 +142,10 @@ def _ranks(c: Collectives, ranks: int | Iterable[int] | None) -> tuple[int, ...]
 def _device(c: Collectives, device: torch.device | str | None) -> torch.device:
     if device is None:
         return c.device
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: {error}") from error
     if found.type == "meta":
         raise ConfigError("device: the meta device holds no values.")
     return c.device if found.type == c.device.type and found.index is None else found
@@ -156,18 +162,23 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
             )
         unit.runtime.leave_interrupted()
         if unit.gathered_calls:
-            outer = unit.gathered_calls[-1].request
-            if (outer.ranks, outer.device) != (request.ranks, request.device):
+            outer = unit.gathered_calls[-1]
+            if outer.request.same_place(request):
+                continue
+            if outer.request.ranks is not None:
                 raise UnitStateError(
-                    f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.ranks or 'all'} and "
-                    f"device {outer.device} by an enclosing engine.gathered(); nest only with the same ranks and device."
+                    f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.request.ranks} and device "
+                    f"{outer.request.device} by an enclosing engine.gathered(); nest only with the same ranks and device."
                 )
+            settle(outer)
         elif unit.running:
             raise UnitStateError(
                 f"rank {rank}: engine.gathered() of unit {unit.name!r} inside a forward that uses it: there the "
                 "modules already hold the full parameters. Use them directly, or call gathered() before or after the "
                 "forward."
             )
+        else:
+            unit.refuse_replaced()
 
 
 # -- entering ---------------------------------------------------------------------------------------------------------
@@ -177,26 +188,30 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
     c = runtime.collectives
     here = request.ranks is None or c.world_rank in request.ranks
     started: list[GatheredUnit] = []
-    for unit in units:
-        if unit.gathered_calls:  # nested calls share the values
-            outer = unit.gathered_calls[-1]
-            one = GatheredUnit(unit, request, outer.in_place, here, shared=True)
-            one.unsharded_params, one.buffers = outer.unsharded_params, outer.buffers
-        else:
-            # In place is possible only if modules compute with the stored values.
-            one = GatheredUnit(unit, request, request.ranks is None and request.device == c.device and unit.exact, here)
-            if one.in_place:
-                one.keep = _refill(runtime, unit)
-        started.append(one)
-    # All in-place unshards are started before the first is waited for.
     try:
+        # All in-place unshards are started before the first is waited for.
+        for unit in units:
+            outer = unit.gathered_calls[-1] if unit.gathered_calls else None
+            if outer is None:
+                # In place is possible only if modules compute with the stored values.
+                in_place = request.ranks is None and request.device == c.device and unit.exact
+                one = GatheredUnit(unit, request, in_place, here)
+            elif outer.request.same_place(request):
+                one = GatheredUnit(unit, request, outer.in_place, here, shared=True)
+                one.unsharded_params, one.buffers = outer.unsharded_params, outer.buffers
+            else:
+                one = GatheredUnit(unit, request, in_place=False, here=here, overlay=True)
+            started.append(one)
+            if one.in_place and not one.shared:
+                one.keep = _refill(runtime, unit)
         for one in started:
             _enter_one(one)
             entered.append(one)
     except BaseException:
         for one in started[len(entered) :]:
             if one.in_place and not one.shared:
-                one.unit.reshard()
+                with contextlib.suppress(ShardError):  # the error that is on its way says more
+                    one.unit.reshard()
         raise
 
 
@@ -248,49 +263,61 @@ def _enter_one(one: GatheredUnit) -> None:
 
 def _copy(one: GatheredUnit) -> None:
     unit, device = one.unit, one.request.device
-    for flat in unit.flats:
-        full = full_flat(flat, f"the all-gather of unit {unit.name!r}")
+    for number, flat in enumerate(unit.flats):
+        likes: Sequence[torch.Tensor] = flat.params
+        if one.overlay:  # with what was edited in the enclosing call
+            full, likes = unit.gathered_calls[-1].buffers[number], flat.unsharded_params
+        else:
+            full = full_flat(flat, f"the all-gather of unit {unit.name!r}")
         if not one.here:
             continue
         with torch.inference_mode(False), torch.no_grad():
-            if full is flat.shard or full.device != device:
+            if one.overlay or full is flat.shard or full.device != device:
                 full = full.to(device, copy=True)
             params = [flat.parameter_over(full, i) for i in range(len(flat.params))]
         with torch._C.DisableTorchFunctionSubclass():
-            for sharded, param in zip(flat.params, params, strict=True):
-                param.requires_grad_(sharded.requires_grad)
+            for like, param in zip(likes, params, strict=True):
+                param.requires_grad_(like.requires_grad)
         one.unsharded_params.append(params)
         one.buffers.append(full)
 
 
 def _install(one: GatheredUnit) -> None:
     unit = one.unit
-    unit.summon()  # first, because uninstall() must not take edits for those of a forward
+    one.covered = [flat.unsharded_params for flat in unit.flats]
+    if one.overlay:
+        unit.exchange(one.unsharded_params)
+        return
     for flat in unit.flats:
         flat.mirror()  # while flat.unsharded_params are the unit's own: copies must not get their hooks
-    one.covered = [flat.unsharded_params for flat in unit.flats]
-    _exchange(unit, one.unsharded_params)
+    unit.summon()  # first, because uninstall() must not take edits for those of a forward
+    unit.exchange(one.unsharded_params)
     for flat in unit.flats:
         show_as_plain(flat.unsharded_params, True)
-    try:
-        unit.install()
-    except ShardError:
-        _dismiss(one)
-        raise
+    unit.install()
     unit.running += 1  # so that the unit is neither resharded nor copied
 
 
-def _exchange(unit: Unit, params: list[list[nn.Parameter]]) -> None:
-    for flat, chosen in zip(unit.flats, params, strict=True):
-        flat.unsharded_params = chosen
-
-
-def _dismiss(one: GatheredUnit) -> None:
-    """Undo what :func:`_install` has done before it put the parameters into the modules."""
-    _exchange(one.unit, one.covered)
-    for flat in one.unit.flats:
+def _uninstall(one: GatheredUnit) -> None:
+    unit = one.unit
+    if one.overlay:
+        unit.exchange(one.covered)
+        return
+    for flat, values in zip(unit.flats, one.backup, strict=False):
+        with torch.no_grad():
+            flat.shard.copy_(values)
+    unit.uninstall()
+    unit.exchange(one.covered)
+    for flat in unit.flats:
         show_as_plain(flat.unsharded_params, False)
-    one.unit.dismiss()
+    unit.dismiss()
+    unit.running -= 1
+    for flat in unit.flats:
+        if one.in_place:
+            for i, param in enumerate(flat.unsharded_params):
+                if not is_view(param, flat.view(flat.full, i)):  # the user has given it other memory
+                    flat.put_back(i)
+        flat.mirror()
 
 
 def _refuse_backward(one: GatheredUnit) -> None:
@@ -334,18 +361,7 @@ def _leave(runtime: Runtime, one: GatheredUnit) -> None:
     if one.shared:
         return
     if one.here:
-        for flat, values in zip(unit.flats, one.backup, strict=False):
-            with torch.no_grad():
-                flat.shard.copy_(values)
-        unit.uninstall()
-        _dismiss(one)
-        unit.running -= 1
-        for flat in unit.flats:
-            if one.in_place:
-                for i, param in enumerate(flat.unsharded_params):
-                    if not is_view(param, flat.view(flat.full, i)):  # the user has given it other memory
-                        flat.put_back(i)
-            flat.mirror()
+        _uninstall(one)
     if one.in_place and unit.gathers:
         unit.reshard()
         if one.keep:  # backward goes on with the values as they are now

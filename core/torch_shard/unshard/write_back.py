@@ -14,6 +14,7 @@ from ..errors import DivergenceError, MissingRankError, ShardError
 from ..runtime.runtime import Runtime
 from ..shard_tensor.unsharded_param import is_view, memory_of, own_grad
 from ..unit.flat_buffer import FlatBuffer
+from ..unit.full_values import full_flat
 from ..unit.unit import Unit
 from .scattered_values import scatter_shards, set_grad, unify_replicas
 
@@ -27,6 +28,10 @@ class Request:
     device: torch.device
     grads: bool
 
+    def same_place(self, other: Request) -> bool:
+        """Return True if the same ranks get the values, on the same device."""
+        return (self.ranks, self.device) == (other.ranks, other.device)
+
 
 @dataclass(eq=False)
 class GatheredUnit:
@@ -39,6 +44,7 @@ class GatheredUnit:
         in_place: the unit's own full buffers and unsharded parameters serve; otherwise copies do.
         here: this rank gets the values.
         shared: the enclosing ``gathered`` has the values already.
+        overlay: copies of the enclosing call's values, which all ranks have, take the place of these for a while.
         keep: a running backward needs the unit afterwards.
         unsharded_params: the parameters in the modules, by flat buffer.
         buffers: the memory of these, by flat buffer.
@@ -53,6 +59,7 @@ class GatheredUnit:
     in_place: bool
     here: bool
     shared: bool = False
+    overlay: bool = False
     keep: bool = False
     unsharded_params: list[list[nn.Parameter]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -85,7 +92,7 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
         try:
             for gathered in entered:
                 if gathered.here:
-                    _settle(gathered)
+                    settle(gathered)
         except Exception as error:
             problem = error
     try:
@@ -98,8 +105,8 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
         _write(gathered)
 
 
-def _settle(gathered: GatheredUnit) -> None:
-    """Copy values that were assigned (``weight.data = merged``) into the buffer.
+def settle(gathered: GatheredUnit) -> None:
+    """Copy values that were assigned (``weight.data = merged``) into the buffer. Not collective.
 
     Raises:
         ShardError: a value does not fit, or a module holds another parameter.
@@ -113,7 +120,7 @@ def _settle(gathered: GatheredUnit) -> None:
             if memory_of(param).shape != view.shape or param.dtype != view.dtype:
                 raise ShardError(
                     f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} became {param.dtype} of shape "
-                    f"{tuple(param.shape)} inside engine.gathered(write=True); {view.dtype} of shape "
+                    f"{tuple(param.shape)} inside engine.gathered(); {view.dtype} of shape "
                     f"{tuple(view.shape)} can't hold it. engine.close() the model, change it, and shard again."
                 )
             with torch.no_grad():
@@ -122,7 +129,7 @@ def _settle(gathered: GatheredUnit) -> None:
         if module._parameters.get(attribute) is not gathered.unsharded_params[unit.flats.index(flat)][index]:
             raise ShardError(
                 f"rank {flat.collectives.world_rank}: {flat.layout.slots[index].name} was replaced by another "
-                "parameter inside engine.gathered(write=True), so its values can't be written back. Copy into it (with "
+                "parameter inside engine.gathered(), so its values can't be written back or copied. Copy into it (with "
                 "torch.no_grad(): p.copy_(new)), or engine.close() the model, change it, and shard again."
             )
 
@@ -139,6 +146,12 @@ def _write(gathered: GatheredUnit) -> None:
             for enclosing in unit.gathered_calls:  # these edits stay, also if an enclosing call undoes its own
                 if enclosing.backup:
                     enclosing.backup[number].copy_(flat.shard)
+            # Calls around copies have memory of their own, which they show and may write in turn.
+            if any(call.overlay for call in unit.gathered_calls):
+                full = full_flat(flat, what)
+                for call in unit.gathered_calls:
+                    for i, param in enumerate(call.unsharded_params[number] if call.here else ()):
+                        param.copy_(flat.view(full, i))
             if not gathered.in_place:
                 for param in gathered.covered[number] if gathered.covered else flat.unsharded_params:
                     # Backward of a graph that was recorded before must raise, and not use other values.
