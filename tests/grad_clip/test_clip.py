@@ -260,3 +260,31 @@ def test_clipping_what_no_sync_holds_is_an_error(rank: int) -> None:
         model(batch(rank)).pow(2).mean().backward()
     with pytest.raises(ShardError, match="no_sync"):
         engine.clip_grad_norm_(1.0)
+
+
+@ranks(2)
+def test_tiny_gradients_are_clipped_as_torch_does(rank: int, world_size: int) -> None:
+    plain, model, engine = trained(world_size, rank)
+    for p in (*plain.parameters(), *model.parameters()):
+        if p.grad is not None:
+            p.grad.mul_(1e-9)  # to about the 1e-6 that torch adds to the norm
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-7)
+    torch.testing.assert_close(engine.clip_grad_norm_(1e-7), expected)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=0)
+
+
+@ranks(2)
+def test_a_norm_that_is_nan_makes_every_gradient_nan(rank: int, world_size: int) -> None:
+    _, model, engine = trained(world_size, rank)
+    with torch.no_grad():
+        model.scale.grad.fill_(float("nan"))
+    engine.clip_grad_norm_(1.0)
+    for name, p in model.named_parameters():
+        assert p.grad is None or p.grad.full_tensor().isnan().all(), name
+    # The padding between parameters is none of them: it stays zero, so that it does not spoil the next norm.
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    assert engine.clip_grad_norm_(1.0).item() == 0.0

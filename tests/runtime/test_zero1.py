@@ -232,3 +232,19 @@ def test_a_full_state_dict_leaves_nothing_gathered(rank, world_size):
     assert {unit.state.value for unit in pair.engine.units} == {"sharded"}
     pair.step(plain_backward, batch(rank, 1))
     pair.check()
+
+
+@ranks(2)
+def test_an_edit_on_one_rank_alone_is_gathered_on_all(rank, world_size):
+    torch.manual_seed(0)
+    model = Small()
+    engine = torch_shard.shard(model, strategy="shard_optim", units=[[f"scales.{i}"] for i in range(3)])
+    x = torch.ones(2)
+    with torch.no_grad():
+        model(x)
+        if model.scales[1]._spec.length:  # one rank has it, and the other does not even look
+            model.scales[1].to_local().mul_(2.0)
+        found = model(x)
+        plain = Small()
+        plain.scales[1].mul_(2.0)
+        assert torch.equal(found, plain(x))

@@ -1,0 +1,38 @@
+"""The memory of units, and what a copy of a unit has."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import torch_shard
+from tests.compat.harness import MLP, batch
+from tests.support.ranks import ranks
+
+
+@ranks(2)
+def test_a_buffer_is_kept_for_as_long_as_a_reduction_expects_one(rank: int) -> None:
+    collectives = torch_shard.shard(MLP())._runtime.collectives
+    collectives.expect([(4, torch.float32)] * 2)
+    first = collectives.take(4, torch.float32)
+    collectives.give(first)
+    second = collectives.take(4, torch.float32)
+    assert second.data_ptr() == first.data_ptr()
+    collectives.give(second)
+    assert collectives.take(4, torch.float32) is not second
+
+
+@ranks(2)
+def test_a_copy_computes_with_plain_parameters_of_its_own(rank: int) -> None:
+    model = MLP()
+    torch_shard.shard(model, unit_bytes=300)
+    twin = copy.deepcopy(model)
+    found = []
+    for each in (model, twin):
+        each.head.register_forward_pre_hook(lambda module, args: found.append(module.weight))
+        with torch.no_grad():
+            each(batch(rank, 0).float())
+    assert [type(weight) for weight in found] == [nn.Parameter] * 2
+    assert found[0] is not found[1]
