@@ -238,7 +238,7 @@ def test_a_full_state_dict_leaves_nothing_gathered(rank, world_size):
 def test_an_edit_on_one_rank_alone_is_gathered_on_all(rank, world_size):
     torch.manual_seed(0)
     model = Small()
-    engine = torch_shard.shard(model, strategy="shard_optim", units=[[f"scales.{i}"] for i in range(3)])
+    torch_shard.shard(model, strategy="shard_optim", units=[[f"scales.{i}"] for i in range(3)])
     x = torch.ones(2)
     with torch.no_grad():
         model(x)

@@ -80,7 +80,7 @@ class Forwards:
         This is called also when the forward has raised; `outputs` is None then.
         """
         entered = self._entered
-        if not (entered and entered[-1].unit is unit) and not any(each.unit is unit for each in entered):
+        if not any(each.unit is unit for each in entered):
             return outputs  # the pre-hook itself failed
         while True:
             last = entered.pop()

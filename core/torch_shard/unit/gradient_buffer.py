@@ -86,7 +86,7 @@ class GradientBuffer:
     def divide_by(self, divisor: float) -> None:
         """Divide sums over the ranks by `divisor` from now on, in place of the number of ranks."""
         world = self.collectives.data_parallel_size
-        before = _divided_before(world) if self.dtypes.reduce is torch.float16 and world > 1 else divisor
+        before = _divided_before(world) if self.dtypes.reduce is torch.float16 else divisor
         self._divide(1.0 / before, before / divisor)
 
     def reduce_like(self, other: GradientBuffer) -> None:
