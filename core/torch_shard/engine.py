@@ -25,7 +25,7 @@ from .runtime import backward_inputs, comm_hook_registration, registry, statisti
 from .runtime.forward_hooks import unregister
 from .runtime.runtime import Runtime
 from .setup import build
-from .state import model_state, optimizer_state, sharded_state
+from .state import model_state, optimizer_state
 from .unit.unit import Unit
 from .unshard import gathered as _gathered
 
@@ -316,9 +316,7 @@ class Engine:
             form: ``"full"``: plain tensors of full shape in new memory, as the unsharded model has them. ``torch.save`` them on
                 rank 0, and let all ranks wait in a ``torch.distributed.barrier()`` after it.
                 ``"sharded"``: ShardTensors of global shape that share memory with the parameters, for
-                torch.distributed.checkpoint.
-                ``"local"``: this rank's shards, plain and 1-D, which share that memory, too. They can be loaded with the same
-                number of ranks, strategy and units only.
+                torch.distributed.checkpoint. Clone them to keep their present values.
             rank0_only: the other ranks get an empty dict of the full form, and hold no more than two full units at a time.
             offload_to_cpu: copy the tensors to the CPU if they are not there.
 
@@ -329,21 +327,19 @@ class Engine:
             ConfigError: another `form`.
             UnitStateError: the full form inside a forward or :meth:`gathered`.
         """
-        if form in ("sharded", "local"):
-            return sharded_state.sharded(self.model, self._runtime, offload_to_cpu, local=form == "local")
+        if form == "sharded":
+            return model_state.sharded_state_dict(self.model, self._runtime, offload_to_cpu)
         if form != "full":
-            raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
+            raise ConfigError(f"form must be 'full' or 'sharded', not {form!r}.")
         return model_state.state_dict(self.model, self._runtime, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, *, form: str = "full") -> Any:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load tensors by name. Collective; nothing is changed unless everything fits.
 
         Args:
-            state_dict: on every rank, on any device; each rank keeps its shards. It may come from any number of ranks
-                or from plain training.
+            state_dict: full tensors, ShardTensors of any layout whose engine is still open, or some of each; on every rank, on
+                any device. Each rank keeps its shards. It may come from any number of ranks or from plain training.
             strict: missing and unexpected entries are errors.
-            form: ``"full"`` or ``"sharded"``: full tensors, ShardTensors of any layout whose engine is still open, or some of
-                each. ``"local"``: what :meth:`state_dict` gave on this rank.
 
         Returns:
             What ``Module.load_state_dict`` returns: the missing and the unexpected keys.
@@ -352,10 +348,6 @@ class Engine:
             StateDictError: on all ranks, with every missing, unexpected and wrongly shaped entry.
             UnitStateError: inside a forward or :meth:`gathered`.
         """
-        if form not in ("full", "sharded", "local"):
-            raise ConfigError(f"form must be 'full', 'sharded' or 'local', not {form!r}.")
-        if form == "local":
-            state_dict = sharded_state.from_local(self.model, self._runtime, state_dict)
         return model_state.load_state_dict(self.model, self._runtime, state_dict, strict)
 
     def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from .errors import ConfigError, StateDictError
 from .optim.engines_of_optimizer import params_of
 from .optim.matrix import state as matrix_state
 from .state import optimizer_state
+from .state.model_state import copied
 from .state.param_names import names_by_id
 
 __all__ = [
@@ -87,7 +88,7 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
     """Return sharded optimizer state by parameter name: ShardTensors, where it has the parameter's shape. Collective.
 
-    The result is the state itself, not a copy. The state of optimizers that step on full matrices is sent by the ranks that own
+    The tensors are copies, on the CPU. The state of optimizers that step on full matrices is sent by the ranks that own
     it, one parameter at a time, and each rank keeps its shards. State of other shapes is full on every rank.
 
     Arguments and errors are those of :func:`full_optim_state_dict`.
@@ -96,7 +97,9 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
     return _sharded(_engine(model, what), optim, None, what)
 
 
-def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any] | None, what: str) -> dict[str, Any]:
+def _sharded(
+    engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any] | None, what: str, offload: bool = True
+) -> dict[str, Any]:
     names: list[str] = []
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     error: Exception | None = None
@@ -109,6 +112,7 @@ def _sharded(engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any]
     state = matrix_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
     if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
         state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
+    state = matrix_state.mapped(state, lambda tensor: copied(tensor, offload))
     return _renamed({**taken, "state": state}, dict(enumerate(names)), what, engine.rank)
 
 
@@ -128,20 +132,15 @@ def optim_state_dict(
         optim_state_dict: a dict to convert in place of ``optim.state_dict()``: by number, with plain tensors or ShardTensors.
         group: ignored.
 
-    The result and errors are those of :func:`full_optim_state_dict`.
-
-    Raises:
-        ConfigError: also if ``LOCAL_STATE_DICT`` is set, which is no form of optimizer state.
+    The result and errors are those of :func:`full_optim_state_dict`, or of :func:`sharded_optim_state_dict` if
+    ``SHARDED_STATE_DICT`` or ``LOCAL_STATE_DICT`` is set.
     """
     what = "optim_state_dict"
     engine = _engine(model, what)
     settings = engine._runtime.state_dict_settings
-    form = "FULL_STATE_DICT" if settings is None else settings.state_dict_type.name
-    if form == "LOCAL_STATE_DICT":
-        raise ConfigError(f"rank {engine.rank}: {what}: LOCAL_STATE_DICT is for models; set another type.")
-    if form == "SHARDED_STATE_DICT":
-        return _sharded(engine, optim, optim_state_dict, what)
     config = None if settings is None else settings.optim_state_dict_config
+    if settings is not None and settings.state_dict_type.name != "FULL_STATE_DICT":
+        return _sharded(engine, optim, optim_state_dict, what, config.offload_to_cpu)
     rank0_only = bool(getattr(config, "rank0_only", False))
     return optimizer_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
 

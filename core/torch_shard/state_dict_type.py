@@ -8,8 +8,11 @@ classes::
     with state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
         full = model.state_dict()
 
-By default ``model.state_dict()`` holds ShardTensors, as with ``SHARDED_STATE_DICT``. ``model.load_state_dict`` takes full tensors
-and ShardTensors, whatever form is set, but the plain local shards of ``LOCAL_STATE_DICT`` only while that is set.
+By default ``model.state_dict()`` holds ShardTensors that share memory with the parameters, as a plain model's tensors do.
+``FULL_STATE_DICT`` and ``SHARDED_STATE_DICT`` give tensors in new memory, as in torch: what is kept of them does not change with
+training. ``LOCAL_STATE_DICT`` shares memory, as in torch; its tensors are the ShardTensors, so that
+torch.distributed.checkpoint knows which part of the model they are. ``model.load_state_dict`` takes full tensors and
+ShardTensors, whatever form is set.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -36,8 +40,7 @@ from torch.distributed.fsdp import (
 
 from .engine import Engine, engine_of
 from .errors import ConfigError
-from .state import sharded_state
-from .state.model_state import make_full
+from .state.model_state import copied, make_full
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -138,35 +141,38 @@ def state_dict_type(
         runtime.state_dict_settings = before
 
 
-_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict_type is ignored", default=False)
+_as_shards: contextvars.ContextVar[bool] = contextvars.ContextVar("models give ShardTensors", default=False)
 
 
 @contextlib.contextmanager
 def as_shards() -> Iterator[None]:
-    """Have models give and load ShardTensors in this block, whatever form is set."""
-    token = _ignored.set(True)
+    """Have models for which a form is set give ``SHARDED_STATE_DICT`` in this block, whatever that form is."""
+    token = _as_shards.set(True)
     try:
         yield
     finally:
-        _ignored.reset(token)
-
-
-def in_force(engine: Engine) -> StateDictSettings | None:
-    """Return the settings, or None within :func:`as_shards`."""
-    return None if _ignored.get() else engine._runtime.state_dict_settings
+        _as_shards.reset(token)
 
 
 def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
     """Convert entries of the engine's model, or of a part of it, to the form that is set. Collective for full tensors."""
-    settings = in_force(engine)
+    settings: StateDictSettings | None = engine._runtime.state_dict_settings
     if settings is None:
         return
-    config: Any = settings.state_dict_config
-    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        rank0_only, offload = config.rank0_only, config.offload_to_cpu
+    form, config = settings.state_dict_type, settings.state_dict_config
+    if _as_shards.get():
+        form, config = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
+    offload = config.offload_to_cpu
+    if form is StateDictType.FULL_STATE_DICT:
+        rank0_only = cast(FullStateDictConfig, config).rank0_only
         make_full(engine._runtime, found, rank0_only, offload, "model.state_dict", prefix=prefix)
         return
-    sharded_state.convert(found, config.offload_to_cpu, settings.state_dict_type is StateDictType.LOCAL_STATE_DICT)
+    for key, value in found.items():
+        if key.startswith(prefix) and isinstance(value, torch.Tensor):
+            if form is StateDictType.SHARDED_STATE_DICT:
+                found[key] = copied(value, offload)
+            elif offload:
+                found[key] = value.detach().cpu()
 
 
 class _Convert:

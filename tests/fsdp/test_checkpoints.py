@@ -62,14 +62,15 @@ def test_state_dicts_are_whole_by_default_and_of_the_type_that_is_set(rank):
     with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
         assert bool(model.state_dict()) == (rank == 0)
     with FSDP.state_dict_type(model, SHARDED):
-        sharded = model.state_dict()
-        assert all(isinstance(value, ShardTensor) for value in sharded.values())
+        sharded, through_dcp = model.state_dict(), get_model_state_dict(model)
         before = FSDP.set_state_dict_type(model, LOCAL)
         assert before.state_dict_type is SHARDED
         local = {key: value.clone() for key, value in model.state_dict().items()}
-        assert all(value.ndim == 1 for value in local.values())
-        model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
-        model.load_state_dict(local)
+        for kept in (sharded, through_dcp, local):
+            assert all(isinstance(value, ShardTensor) for value in kept.values())
+            model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+            model.load_state_dict(kept)
+            torch.testing.assert_close({k: v.full_tensor() for k, v in model.state_dict().items()}, dict(expected))
     assert FSDP.get_state_dict_type(model).state_dict_type is FULL
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
 
@@ -88,11 +89,9 @@ def test_a_wrapped_part_has_the_type_that_is_set_for_the_model(rank):
         assert list(part.state_dict()) == (list(expected) if rank == 0 else [])
     with FSDP.state_dict_type(model, SHARDED):
         assert all(isinstance(value, ShardTensor) for value in part.state_dict().values())
-    with FSDP.state_dict_type(model, LOCAL):
-        local = {key: value.clone() for key, value in part.state_dict().items()}
-        assert all(type(value) is torch.Tensor and value.ndim == 1 for value in local.values())
+        kept = part.state_dict()
         part.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
-        part.load_state_dict(local)
+        part.load_state_dict(kept)
     torch.testing.assert_close(dict(part.state_dict()), expected, rtol=0, atol=0)
 
 

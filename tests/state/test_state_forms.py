@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import torch_shard
 from tests.support.odd_model import Net, batch, build
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, optim_state
 from torch_shard import state_dict_type as types
-from torch_shard.errors import ConfigError, ShardError, StateDictError
+from torch_shard.errors import ConfigError, ShardError
 from torch_shard.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -55,30 +58,21 @@ def test_the_sharded_form_is_of_global_shape_and_shares_memory(rank: int) -> Non
         assert torch.equal(found[name].full_tensor(), wanted[name])
 
 
-@pytest.mark.parametrize("form", ["sharded", "local"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @ranks(2, exhaustive=(1, 3))
-def test_slices_go_back_where_they_came_from(rank: int, strategy: str, form: str) -> None:
+def test_shards_go_back_where_they_came_from(rank: int, strategy: str) -> None:
     plain, model, engine = models(strategy=strategy)
-    kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in engine.state_dict(form=form).items()}
+    kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in engine.state_dict(form="sharded").items()}
     zero(model)
-    engine.load_state_dict(kept, form=form)
+    engine.load_state_dict(kept)
     same(engine.state_dict(rank0_only=False), plain)
 
 
 @ranks(2)
-def test_local_slices_of_another_cut_are_refused_on_all_ranks(rank: int) -> None:
-    plain, model, engine = models()
-    wrong = engine.state_dict(form="local")
-    if rank == 1:
-        name = next(n for n, p in model.named_parameters() if p.to_local().numel())
-        wrong[name] = wrong[name][1:]
-    with pytest.raises(StateDictError, match="same number of ranks"):
-        engine.load_state_dict(wrong, form="local")
-    same(engine.state_dict(rank0_only=False), plain)
-    for call in (lambda: engine.state_dict(form="flat"), lambda: engine.load_state_dict({}, form="flat")):
-        with pytest.raises(ConfigError, match="form must be"):
-            call()
+def test_another_form_is_refused(rank: int) -> None:
+    _, _, engine = models()
+    with pytest.raises(ConfigError, match="form must be 'full' or 'sharded', not 'local'"):
+        engine.state_dict(form="local")
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
@@ -108,12 +102,56 @@ def test_full_works_below_another_module_too(rank: int) -> None:
 def test_local_and_sharded_can_be_set(rank: int) -> None:
     _, model, _ = models()
     with types.state_dict_type(model, LOCAL, LocalStateDictConfig()):
-        for name, p in model.named_parameters():
-            found = model.state_dict()[name]
-            assert type(found) is torch.Tensor and torch.equal(found, p.to_local())
+        found = model.state_dict()
+        for name, p in model.named_parameters():  # as in torch, no copies
+            assert type(found[name]) is ShardTensor
+            assert found[name].to_local().data_ptr() == p.to_local().data_ptr()
         with types.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
             assert type(model.state_dict()["head.bias"]) is ShardTensor
         assert types.get_state_dict_type(model).state_dict_type is LOCAL
+
+
+@pytest.mark.parametrize("form", [FULL, SHARDED])
+@ranks(2)
+def test_what_is_kept_does_not_change_with_training(rank: int, form: StateDictType) -> None:
+    def step() -> None:
+        model(batch(rank)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.counted += 1
+
+    _, model, _ = models()
+    model.register_buffer("counted", torch.zeros(2))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    step()
+    types.set_state_dict_type(model, form)
+    best, best_state = model.state_dict(), optim_state.optim_state_dict(model, optimizer)
+    step()
+    after_two = {name: p.full_tensor() for name, p in model.named_parameters()}
+    step()
+    model.load_state_dict(best)
+    optimizer.load_state_dict(optim_state.optim_state_dict_to_load(model, optimizer, best_state))
+    assert torch.equal(model.counted, torch.ones(2))
+    step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), after_two[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("form", [SHARDED, LOCAL])
+@ranks(2)
+def test_dcp_saves_and_loads_what_is_set(rank: int, form: StateDictType, tmp_path: Path) -> None:
+    plain, model, _ = models()
+    types.set_state_dict_type(model, form)
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    dcp.save(model.state_dict(), checkpoint_id=folder[0])
+    zero(model)
+    found = model.state_dict()
+    dcp.load(found, checkpoint_id=folder[0])
+    model.load_state_dict(found)
+    types.set_state_dict_type(model, FULL)
+    same(model.state_dict(), plain)
 
 
 @ranks(2)
@@ -141,11 +179,10 @@ def test_the_optimizers_form_is_set_with_it(rank: int) -> None:
     with types.state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
         found = optim_state.optim_state_dict(model, optimizer)
         assert (found == {}) == (rank != 0)
-    with types.state_dict_type(model, SHARDED):
-        found = optim_state.optim_state_dict(model, optimizer)
-        assert type(found["state"]["head.bias"]["exp_avg"]) is ShardTensor
-    with types.state_dict_type(model, LOCAL), pytest.raises(ConfigError, match="LOCAL_STATE_DICT is for models"):
-        optim_state.optim_state_dict(model, optimizer)
+    for form in (SHARDED, LOCAL):
+        with types.state_dict_type(model, form):
+            found = optim_state.optim_state_dict(model, optimizer)
+            assert type(found["state"]["head.bias"]["exp_avg"]) is ShardTensor
     found = optim_state.optim_state_dict(model, optimizer)
     assert found["state"]["head.bias"]["exp_avg"].shape == model.head.bias.shape
 

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictType
 
 from .. import state_dict_type
 from ..engine import engine_of
 from ..errors import SetupError
 from ..shard_tensor.tensor import ShardTensor
-from ..state import model_state, sharded_state
 from . import deferred_wrap
 from .translate_settings import zero
 
@@ -56,7 +54,7 @@ class WrappedModule:
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of full tensors or ShardTensors, or of local shards if that type is set.
+        """Load a state dict of full tensors or ShardTensors.
 
         Collective if full tensors are loaded into a sharded model.
         """
@@ -75,13 +73,6 @@ class WrappedModule:
                     isinstance(given := state_dict.get(name), torch.Tensor) and given.dtype != own.dtype
                     for name, own in (*module.named_parameters(), *module.named_buffers())
                 )
-        engine = engine_of(deferred_wrap.root_of(module))
-        if engine is not None and not assign:
-            settings = state_dict_type.in_force(engine)
-            if settings is not None and settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-                with state_dict_type.as_shards():
-                    found = sharded_state.from_local(module, engine._runtime, state_dict)
-                    return model_state.load_state_dict(module, engine._runtime, found, strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:

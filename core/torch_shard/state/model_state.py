@@ -63,6 +63,17 @@ def own_state_dict(model: nn.Module, runtime: Runtime) -> dict[str, Any]:
     return found
 
 
+def sharded_state_dict(model: nn.Module, runtime: Runtime, offload_to_cpu: bool) -> dict[str, Any]:
+    """Return ``model.state_dict()`` with ShardTensors that share memory with the parameters. Not collective.
+
+    With `offload_to_cpu`, tensors on other devices are copied to the CPU.
+    """
+    found = own_state_dict(model, runtime)
+    if offload_to_cpu:
+        found.update({key: value.detach().cpu() for key, value in found.items() if isinstance(value, torch.Tensor)})
+    return found
+
+
 def make_full(
     runtime: Runtime,
     found: dict[str, Any],
@@ -190,7 +201,7 @@ def is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
 
 
 def copied(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
-    """Return a copy of a tensor with its strides, on its device or the CPU."""
+    """Return a copy of a tensor with its strides, on its device or the CPU. A copy of a ShardTensor is one, too."""
     with torch.no_grad():
         tensor = tensor.detach()
         return tensor.to("cpu", copy=True) if to_cpu else tensor.clone()
