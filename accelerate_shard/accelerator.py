@@ -59,8 +59,8 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             settings of the launch count, else the defaults.
         fsdp_plugin: settings for torch's FSDP, which are translated. A warning names those that have no meaning here.
 
-    ``mixed_precision="bf16"`` and ``"fp16"`` gather parameters in that dtype, norms excepted, and autocast is on, unless
-    `shard_plugin` has a ``precision`` of its own (``Precision()``: autocast alone).
+    ``mixed_precision="bf16"`` and ``"fp16"`` gather the parameters that autocast casts in its dtype, unless `shard_plugin` has
+    a ``precision`` of its own (``Precision()``: autocast alone).
 
     Raises:
         ConfigError: settings of other engines (DeepSpeed, Megatron-LM, ...), and settings that contradict each other.

@@ -110,13 +110,12 @@ def wrap(
     blocks = list(blocks)
     if name in ("ours", "offload", "autocast", "autocast_alone"):
         import torch_shard
-        from torch_shard import norms_in
 
         precision = None
         if low is not None and name in ("ours", "offload"):
             precision = torch_shard.Precision(param_dtype=low)
         elif low is not None and name == "autocast":
-            precision = torch_shard.Precision(param_dtype=low, keep=norms_in(model), cast_inputs=False)
+            precision = torch_shard.Precision(low, cast_inputs=False, cast_params="autocast")
         engine = torch_shard.shard(model, precision=precision, offload="cpu" if name == "offload" else None)
         return model, engine.clip_grad_norm_
     if name == "fsdp1":

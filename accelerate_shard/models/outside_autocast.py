@@ -25,11 +25,17 @@ def register(model: nn.Module, precision: Precision, device: torch.device) -> No
     """
     kept = {inner for top in precision.kept_modules(model) for inner in top.modules()}
     for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.element_size() > 1]
-        if own and module not in kept and precision.param_dtype not in (None, own[0].dtype):
+        own = _castable(module)
+        stored = [p.dtype for name, p in own.items() if not precision.keeps([(module, name)], p)]
+        if stored and module not in kept and precision.param_dtype not in (None, stored[0]):
             before = _CastInputs(device.type)
             module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(_CastBack(before, own[0].dtype), always_call=True)
+            module.register_forward_hook(_CastBack(before, stored[0]), always_call=True)
+
+
+def _castable(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = module.named_parameters(recurse=False)
+    return {name: p for name, p in found if p.is_floating_point() and p.element_size() > 1}
 
 
 class _CastInputs:
@@ -44,8 +50,8 @@ class _CastInputs:
             self.cast.append(False)
             return None
         self.cast.append(True)
-        dtype = next((p.dtype for p in module.parameters(recurse=False) if p.is_floating_point()), None)
-        return None if dtype is None else (cast(args, dtype), cast(kwargs, dtype))
+        dtype = min((p.dtype for p in _castable(module).values()), key=lambda dtype: dtype.itemsize)
+        return cast(args, dtype), cast(kwargs, dtype)
 
 
 class _CastBack:

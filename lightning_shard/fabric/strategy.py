@@ -35,8 +35,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.
-        precision: a plugin, likewise. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
-            and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
+        precision: a plugin, likewise. With ``bf16-mixed`` and ``16-mixed`` parameters that autocast casts are gathered in
+            its dtype, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
         **settings: the fields of :class:`~lightning_shard.strategy.settings.StrategySettings` and of ``ShardConfig``.
 
     Raises:

@@ -51,8 +51,8 @@ class TrainerStrategyMixin(
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.
-        precision_plugin: likewise. With ``bf16-mixed`` and ``16-mixed`` parameters are gathered in that dtype, norms excepted,
-            and autocast is on, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
+        precision_plugin: likewise. With ``bf16-mixed`` and ``16-mixed`` parameters that autocast casts are gathered in
+            its dtype, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
         unshard_at_end: give the full, plain module (and optimizer state) back on every rank when a run ends, as DDP
             does. By default where it fits in memory; else the module stays sharded and the log says so. After a run that gave it
             back ``trainer.save_checkpoint`` writes one file, whatever ``state_dict_type`` is.

@@ -23,6 +23,7 @@ from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..log import logger
 from ..numerics.dtypes import FLOATS
+from .autocast_params import is_cast
 from .checks import check_bools, checked_modules, modules_named
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ class Precision:
         cast_inputs: cast the floating-point tensors that a module is called with to the dtype in which it computes: True for
             the root and for the modules of each unit; ``"root"`` for the root alone; False for none, as a rule under autocast.
             Nothing is cast if the module computes in the stored dtype.
+        cast_params: ``"all"``, or ``"autocast"`` to compute with those parameters alone in `param_dtype` that torch.autocast
+            would cast: the operands of matrix products and convolutions, see :mod:`torch_shard.config.autocast_params`. All
+            others are kept. It needs ``cast_inputs=False``, and autocast around the forward.
         keep: modules whose parameters are computed with and reduced as they are stored: classes (subclasses too) and patterns
             of module names, as in :attr:`ShardConfig.units`; their children included. Unless `cast_inputs` is False, their
             inputs are cast to that dtype, and their outputs back to the dtype of the inputs.
@@ -111,6 +115,7 @@ class Precision:
     output_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     cast_inputs: bool | str = True
+    cast_params: str = "all"
     keep: Any = ()
     keep_low_precision_grads: bool = False
     stochastic_rounding: bool = False
@@ -123,12 +128,23 @@ class Precision:
                 raise ConfigError(f"precision.{field} must be one of {known} or None, not {value!r}.")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "root":
             raise ConfigError(f"precision.cast_inputs must be True, False or 'root', not {self.cast_inputs!r}.")
+        if self.cast_params not in ("all", "autocast"):
+            raise ConfigError(f"precision.cast_params must be 'all' or 'autocast', not {self.cast_params!r}.")
+        if self.cast_params == "autocast" and self.cast_inputs:
+            raise ConfigError(
+                "precision.cast_params='autocast' needs cast_inputs=False: the parameters that are kept meet inputs as autocast "
+                "leaves them."
+            )
         check_bools(self, "keep_low_precision_grads", "stochastic_rounding", prefix="precision.")
         object.__setattr__(self, "keep", checked_modules("precision.keep", self.keep))
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:
         """Return the modules of `model` that :attr:`keep` chooses, see :func:`.checks.modules_named`."""
         return modules_named("precision.keep", self.keep, model)
+
+    def keeps(self, holders: Iterable[tuple[nn.Module, str]], param: nn.Parameter) -> bool:
+        """Return True if :attr:`cast_params` keeps a parameter that these modules hold, as attributes of these names."""
+        return self.cast_params == "autocast" and not all(is_cast(module, name, param) for module, name in holders)
 
     def check_rounding(self, stored: Iterable[torch.dtype]) -> None:
         """Raise if :attr:`stochastic_rounding` is set and none of `stored`, the dtypes of trainable parameters, is bf16."""
@@ -186,8 +202,8 @@ def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, sett
     """Return `config` with the precision that suits autocast to `dtype`, unless the user has set one. For front ends.
 
     Autocast alone casts each weight when it is used, and keeps the full copy until backward. With this precision parameters are
-    gathered in `dtype`, so that autocast need not cast them and half the bytes are sent. Norms are kept as they are stored,
-    because autocast computes them in fp32, and so are modules with packed weights.
+    gathered in `dtype`, so that autocast need not cast them and half the bytes are sent. What autocast does not cast is kept as
+    it is stored (:attr:`Precision.cast_params`), and so are modules with packed weights.
 
     Args:
         config: the user's settings.
@@ -198,7 +214,7 @@ def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, sett
     Not collective.
     """
     if config.precision is None:
-        precision = Precision(param_dtype=dtype, keep=(*norms_in(model), *packed_in(model)), cast_inputs=False)
+        precision = Precision(dtype, cast_inputs=False, cast_params="autocast", keep=packed_in(model))
         return dataclasses.replace(config, precision=precision)
     if config.strategy != "no_shard" and config.precision == NONE:
         logger.warning(

@@ -117,7 +117,7 @@ class ModuleTree:
         self._holders: dict[Node, list[Node]] = {}  # the modules that each one is registered in
         self.root = self._grow(model, "", None)
         names: list[list[str]] = [[] for _ in self.params]
-        owners: list[dict[tuple[str, str], None]] = [{} for _ in self.params]
+        holds: list[dict[tuple[Node, str], None]] = [{} for _ in self.params]
         self._owners: list[dict[Node, None]] = [{} for _ in self.params]
         for prefix, module in every_name(model):
             node = self._node[id(module)]
@@ -126,7 +126,7 @@ class ModuleTree:
                     continue
                 number = self._number[id(param)]
                 names[number].append(f"{prefix}.{attr}" if prefix else attr)
-                owners[number][node.name, attr] = None
+                holds[number][node, attr] = None
                 self._owners[number][node] = None
 
         def within(found: tuple[bool, bool], node: Node) -> tuple[bool, bool]:
@@ -146,7 +146,9 @@ class ModuleTree:
                     f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
                     "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
                 )
-            dtypes = precision.dtypes(param.dtype, param.requires_grad, any(inside))
+            holders = [(node.module, attr) for node, attr in holds[number]]
+            keep = any(inside) or precision.keeps(holders, param)
+            dtypes = precision.dtypes(param.dtype, param.requires_grad, keep)
             if quantized is not None and world_size > 1:  # else nothing is sent
                 is_exact = any(is_exact for _, (_, is_exact) in ways)
                 dtypes = quantized.of(dtypes, param.shape, param.requires_grad, is_exact)
@@ -154,7 +156,7 @@ class ModuleTree:
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
-                    owners=tuple(owners[number]),
+                    owners=tuple((node.name, attr) for node, attr in holds[number]),
                     shape=tuple(param.shape),
                     stride=tuple(param.stride()),
                     dtype=param.dtype,

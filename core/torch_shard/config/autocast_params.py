@@ -1,0 +1,40 @@
+"""Which parameters torch.autocast casts: the operands of matrix products and convolutions.
+
+Every other use of a parameter computes with it as it is stored: an embedding, a norm, ``x * self.gate``, ``x + self.positions``.
+What a forward does with its parameters is not known before it runs, so they are told by the module's class, and by their size
+where the class is unknown. Whatever is left in fp32 by mistake costs bytes alone, because autocast casts it when it is used. So
+only large parameters are cast on suspicion.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+__all__ = ["is_cast"]
+
+_WITH_WEIGHT_AND_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
+_WHOLLY = (nn.RNNBase, nn.MultiheadAttention)
+_NEVER = (nn.Embedding, nn.EmbeddingBag, ParametrizationList)
+_LARGE, _NARROW = 1 << 20, 64
+
+
+def is_cast(module: nn.Module, name: str, param: torch.Tensor) -> bool:
+    """Return True if autocast casts the parameter that `module` holds as its attribute `name`. Not collective.
+
+    These are the weights and biases of linear and convolutional layers, with transformers' ``Conv1D`` among them, and all
+    parameters of torch's recurrent and attention layers. Of other modules, embeddings and parametrizations excepted, these are
+    parameters of at least 2**20 elements whose last two dimensions are both at least 64, such as the stacked weights of experts.
+
+    Args:
+        module: a module, sharded or not.
+        name: the attribute's name.
+        param: the parameter.
+    """
+    if isinstance(module, _WHOLLY):
+        return True
+    if isinstance(module, _WITH_WEIGHT_AND_BIAS) or type(module).__name__ == "Conv1D":
+        return name in ("weight", "bias")  # a subclass may have others, such as a gate
+    large = param.dim() > 1 and param.numel() >= _LARGE and min(param.shape[-2:]) >= _NARROW
+    return large and not isinstance(module, _NEVER)
