@@ -122,6 +122,8 @@ class ShardTensor(torch.Tensor):
                 return shown
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
+            return NotImplemented  # an object that stands for a tensor, which it loads from a file now, say
         return torch_function.call(func, args, kwargs or {})
 
     @classmethod
