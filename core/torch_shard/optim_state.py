@@ -138,10 +138,9 @@ def optim_state_dict(
     what = "optim_state_dict"
     engine = _engine(model, what)
     settings = engine._runtime.state_dict_settings
-    config = None if settings is None else settings.optim_state_dict_config
     if settings is not None and settings.state_dict_type.name != "FULL_STATE_DICT":
-        return _sharded(engine, optim, optim_state_dict, what, config.offload_to_cpu)
-    rank0_only = bool(getattr(config, "rank0_only", False))
+        return _sharded(engine, optim, optim_state_dict, what, settings.optim_state_dict_config.offload_to_cpu)
+    rank0_only = settings is not None and settings.optim_state_dict_config.rank0_only
     return optimizer_state.optim_state_dict(engine._runtime, optim, rank0_only, model, optim_state_dict)
 
 
