@@ -96,9 +96,9 @@ class FlatBuffer:
 
     def wait_for_host(self) -> None:
         """Wait until nothing works in the background on the shard, its optimizer state or its gradients."""
-        if self.host is not None and self.gradients.host is not None:
-            self.host.pending_writes.wait()
-            self.gradients.host.pending_writes.wait()
+        for part in (self.host, self.gradients.host):
+            if part is not None:
+                part.pending_writes.wait()
 
     def wait_for_step(self) -> None:
         """Wait for the host's step on the shard and its optimizer state."""

@@ -186,8 +186,7 @@ class _Load:
         if not self.verified:
             return
         try:
-            with torch.inference_mode(False):
-                self.checkpoint.read(self.tensors, ())
+            self.checkpoint.read(self.tensors, ())
         except Exception as error:
             raise CheckpointError(
                 f"{self.checkpoint.folder} was whole a moment ago and can't be read now ({type(error).__name__}: {error}): some "

@@ -143,7 +143,7 @@ class EngineParts:
     def _refuse_own_state(self, state: Any) -> None:
         """Raise if a subclass of torch's class keeps entries of its own, on all ranks, beside the base class's, which only the
         owners keep."""
-        if not self._within or self._entries is None or self.runtime.collectives.size == 1:
+        if not self._within or self._entries is None:
             return
         owners, rank = self.runtime.owners.of(self._optimizer()), self.runtime.collectives.rank
         for i, p in enumerate(self._params):
@@ -182,14 +182,13 @@ class EngineParts:
     def _arrange(self, optimizer: Any, present: list[bool], owners: dict[str, int]) -> None:
         """Divide the step into parts."""
         stepped = {id(p) for p, has in zip(self._params, present, strict=True) if has}
-        c = self.runtime.collectives
         self._parts = []
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if id(p) in stepped]
-            stages = stages_of(params, c.size) if c.size > 1 else {}
+            stages = stages_of(params, self.runtime.collectives.size)
             by_stage: dict[int, list[Any]] = {}
             for p in params:
-                by_stage.setdefault(stages.get(id(p), 0), []).append(p)
+                by_stage.setdefault(stages[id(p)], []).append(p)
             found = [params for _, params in sorted(by_stage.items())] or [[]]
             self._parts.append([(self._part(params, owners), params) for params in found])
 
