@@ -1,0 +1,72 @@
+"""Backwards inside a backward, as reentrant checkpoints run them: units live as long as they are needed, and no longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.compat.harness import Pair, batch, plain_backward
+from tests.support.ranks import ranks
+from torch_shard.unit.unit import State
+
+
+class Around(nn.Module):
+    """Its own parameters are used before and behind a layer that is recomputed, and all are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(5, 7)), nn.Parameter(torch.randn(7, 5))
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x @ self.first, use_reentrant=True).tanh() @ self.last
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.around = nn.Linear(5, 5), Around()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.around(self.inp(x))
+
+
+@ranks(2)
+def test_a_unit_stays_while_the_outer_backward_needs_it(rank: int, world_size: int) -> None:
+    inner = ["around.first", "around.last", "around.layer.weight", "around.layer.bias"]
+    pair = Pair(Model, rank, world_size, units=[inner])
+    for step in range(3):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for i, block in enumerate(self.blocks):
+            x = (checkpoint(block, x, use_reentrant=True) if i > 2 else block(x)).tanh()
+        return x
+
+
+@ranks(2)
+def test_one_unit_is_gathered_at_a_time(rank: int, world_size: int) -> None:
+    pair = Pair(Chain, rank, world_size, units=[nn.Linear], prefetch=1)
+    held: list[int] = []
+
+    def count(*_: Any) -> None:
+        held.append(sum(unit.state is State.FULL for unit in pair.engine.units))
+
+    for layer in (*pair.model.blocks, pair.model.inp):
+        layer.register_full_backward_hook(count)
+    for step in range(2):
+        pair.step(plain_backward, batch(rank, step))
+    assert held == [1] * 14, held
+    pair.check()
