@@ -360,7 +360,38 @@ class Counting(torch.optim.Optimizer):
                     p.sub_(p.grad * group["step"] * group["seen"], alpha=group["lr"])
 
 
-torch_shard.optim.register(Counting, "elementwise")
+class CountingGradients(Counting):
+    """Counts only the steps in which a group has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            group["seen"] += 1
+            for p in params:
+                p.sub_(p.grad * group["step"] * group["seen"], alpha=group["lr"])
+
+
+for declared in (Counting, CountingGradients):
+    torch_shard.optim.register(declared, "elementwise")
+
+
+@pytest.mark.parametrize("counting", [Counting, CountingGradients])
+@ranks(2)
+def test_the_users_step_counts_no_second_step(rank, world_size, counting):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: counting(by_ndim(m)))
+    pair.engine.step_in_backward(pair.optimizer)
+    for step in range(3):
+        pair.backward(plain_backward, batch(rank, step))
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        for group, other in zip(pair.optimizer.param_groups, pair.plain_optimizer.param_groups, strict=True):
+            assert group["step"] == other["step"] == step + 1 and group["seen"] == other["seen"] == step + 1
+    pair.check()
 
 
 @pytest.mark.parametrize("stays", [*exhaustive(False), True])

@@ -46,7 +46,8 @@ class Options:
         self._group = group
         self._before = copied_options(group)
         self._made: dict[str, Any] = {}
-        self._left = Snapshot({})  # the user's group after the steps
+        self._left = Snapshot({})  # the user's group as the steps, or `take_back`, have left it
+        self._taken_back: set[str] = set()
 
     def fresh(self) -> Snapshot:
         """Return a group for one of the steps, with values of its own."""
@@ -64,12 +65,18 @@ class Options:
 
     def take_back(self) -> None:
         """Undo :meth:`write_back`, but for options that the user has edited since."""
-        edited = self._left.changes()
-        for key in self._made.keys() - edited.keys():
+        self._taken_back = self._made.keys() - self._left.changes().keys()
+        for key in self._taken_back:
             if key in self._before:
                 put(self._group, key, self._before[key])
             else:
                 self._group.pop(key, None)
+        self._left = Snapshot(self._group)
+
+    def put_back(self) -> None:
+        """Undo :meth:`take_back`, but for options that were set since."""
+        for key in self._taken_back - self._left.changes().keys():
+            put(self._group, key, self._made[key])
 
 
 def copied_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -171,6 +171,13 @@ class InBackward:
         if optimizer is self.optimizer:
             for options in self._options:
                 options.take_back()
+
+    def put_back(self, optimizer: Any) -> None:
+        """End the step that :meth:`take_back` has begun. It counts nothing where a class counts only groups with gradients, which
+        the units' steps have used up: then the count of the backward stays."""
+        if optimizer is self.optimizer:
+            for options in self._options:
+                options.put_back()
             self._options = []
 
     # -- when a unit is stepped -------------------------------------------------------------------------------------

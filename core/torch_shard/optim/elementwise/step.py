@@ -307,6 +307,9 @@ class FlatStep(StepBackend):
     def close(self) -> None:
         self.publish()
         self._drop()
+        for runtime in self.runtimes if self._only is None else ():
+            if runtime.in_backward is not None:
+                runtime.in_backward.put_back(self._optimizer())
 
     def stepped(self) -> list[ShardTensor]:
         """Return the parameters that had a gradient in the last step."""
