@@ -231,10 +231,14 @@ def test_clipping_by_value(strategy: str, rank: int, world_size: int) -> None:
     assert_grads(model, plain)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "others"),
+    [("full_shard", "no_shard"), *exhaustive(("full_shard", "full_shard"), ("no_shard", "full_shard"))],
+)
 @ranks(2)
-def test_two_engines_in_one_call(rank: int, world_size: int) -> None:
-    plain, model, engine = trained(world_size, rank)
-    other_plain, other, _ = trained(world_size, rank)
+def test_two_engines_in_one_call(strategy: str, others: str, rank: int, world_size: int) -> None:
+    plain, model, engine = trained(world_size, rank, strategy=strategy)
+    other_plain, other, _ = trained(world_size, rank, strategy=others)
     everything = [*model.parameters(), *other.parameters()]
     expected = torch.nn.utils.clip_grad_norm_([*plain.parameters(), *other_plain.parameters()], 1e-3)
     torch.testing.assert_close(engine.clip_grad_norm_(1e-3, parameters=everything), expected)

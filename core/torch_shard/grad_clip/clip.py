@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.unit import unit_of
 from .checks import refuse_partials
-from .norms import common_shard, gather_columns, local_norm, local_shards, wide_dtype
+from .norms import Owners, common_shard, gather_columns, local_norm, local_shards, wide_dtype
 
 
 class _Gradients:
@@ -40,8 +39,9 @@ class _Gradients:
             ignored: the model's parameters that are not sharded.
             padding: zeros between the shards make no difference.
         """
-        # By the id of a communicator, which all ranks add in one order: the communicator, and the shards.
-        self.shards: dict[int, tuple[Any, list[torch.Tensor | None]]] = {}
+        # By the id of a communicator, which all ranks add in one order: the communicator, with its engine's collectives, and the
+        # shards.
+        self.shards: dict[int, tuple[Owners, list[torch.Tensor | None]]] = {}
         self._flats: dict[int, FlatBuffer] = {}  # by the id of a tensor that holds all of a flat buffer's gradients
         if runtime.in_backward is not None:
             runtime.in_backward.refuse("clipping gradients (engine.clip_grad_norm_, clip_grad_value_)")
@@ -56,7 +56,7 @@ class _Gradients:
                 self._flats[id(piece)] = flat
             shards = local_shards(flat, chosen) if piece is None else [piece]
             comm = flat.params[0]._spec.comm
-            self.shards.setdefault(id(comm), (comm, []))[1].extend(shards)
+            self.shards.setdefault(id(comm), ((flat.collectives, comm), []))[1].extend(shards)
         plain = [p for p in (ignored if chosen is None else chosen.values()) if not isinstance(p, ShardTensor)]
         self.may_be_plain = bool(plain)  # on some ranks
         self.plain = [p.grad for p in plain if p.grad is not None]
@@ -143,13 +143,13 @@ def clip_grad_norm_(
 def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     """Return the norm, the same 0-d tensor of float64 on all ranks. Collective."""
     c, compute = runtime.collectives, wide_dtype(grads.dtypes)
-    columns: list[tuple[Any, torch.Tensor]] = []
-    for comm, shards in grads.shards.values():
+    columns: list[tuple[Owners | None, torch.Tensor]] = []
+    for owners, shards in grads.shards.values():
         if p == 0:
-            columns.append((comm, _any_nonzero(shards, c.device)))
+            columns.append((owners, _any_nonzero(shards, c.device)))
         else:
             present = [s for s in shards if s is not None]
-            columns.append((comm, local_norm(present, p, compute, c.device, grads.norms).double().view(1)))
+            columns.append((owners, local_norm(present, p, compute, c.device, grads.norms).double().view(1)))
     if grads.may_be_plain:
         plain = _any_nonzero(grads.plain, c.device).sum() if p == 0 else local_norm(grads.plain, p, compute, c.device)
         columns.append((None, plain.double().view(1)))

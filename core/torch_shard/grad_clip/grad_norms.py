@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime.runtime import Runtime
-from .norms import common_shard, gather_columns, local_norm, local_shards, wide_dtype
+from .norms import Owners, common_shard, gather_columns, local_norm, local_shards, wide_dtype
 
 __all__ = ["grad_norms"]
 
@@ -34,12 +34,12 @@ def grad_norms(
             piece = common_shard(flat, chosen)
             row = comms.setdefault(id(comm), (comm, [[] for _ in units]))[1][number]
             row += local_shards(flat, chosen) if piece is None else [piece]
-    columns = []
+    columns: list[tuple[Owners | None, torch.Tensor]] = []
     with torch.no_grad():
         for comm, rows in comms.values():
             found = [[shard for shard in row if shard is not None] for row in rows]
             norms = [local_norm(row, p, wide_dtype([s.dtype for s in row]), c.device).double() for row in found]
-            columns.append((comm, torch.stack(norms)))
+            columns.append(((c, comm), torch.stack(norms)))
         gathered = gather_columns(c, columns, "engine.grad_norms")
         if not gathered:
             return {}

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..comm.collectives import Collectives
 from ..offload.pending_writes import flat_of
-from ..shard_tensor.attributes import get_grad
-from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unshard.scattered_values import reduced_grad_of
 
-__all__ = ["common_shard", "gather_columns", "local_norm", "local_shards", "wide_dtype"]
+__all__ = ["Owners", "common_shard", "gather_columns", "local_norm", "local_shards", "wide_dtype"]
 
 _flat, _spec = map(operator.attrgetter, ("_shard_state.flat", "_shard_state.spec"))
 _PIECE = 1 << 16  # elements
+
+Owners: TypeAlias = tuple[Collectives, Any]
+"""The ranks that share some shards: a communicator over them, and the collectives of the engine that it belongs to."""
 
 
 def wide_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -60,10 +61,7 @@ def local_shards(flat: FlatBuffer, chosen: Container[int] | None) -> list[torch.
     """Return this rank's shard of each gradient in `flat`, None for parameters without one; `chosen` as above."""
     shards: list[torch.Tensor | None] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for param in [p for p in flat.params if chosen is None or id(p) in chosen]:
-            grad = reduced_grad_of(param)
-            if grad is not None and not isinstance(grad, ShardTensor):
-                grad = get_grad(param)  # a derivative that autograd made
+        for grad in [reduced_grad_of(p) for p in flat.params if chosen is None or id(p) in chosen]:
             shards.append(None if grad is None else grad._local)
     return shards
 
@@ -112,7 +110,9 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.view(-1).split(_PIECE)
 
 
-def gather_columns(c: Collectives, columns: Sequence[tuple[Any, torch.Tensor]], what: str) -> list[torch.Tensor]:
+def gather_columns(
+    c: Collectives, columns: Sequence[tuple[Owners | None, torch.Tensor]], what: str
+) -> list[torch.Tensor]:
     """Gather 1-D tensors of the ranks in one collective, and return those that count.
 
     All ranks get the same values, because all have to scale their gradients by one factor. Replicas, and data-parallel groups
@@ -120,18 +120,21 @@ def gather_columns(c: Collectives, columns: Sequence[tuple[Any, torch.Tensor]], 
 
     Args:
         c: the engine's collectives.
-        columns: communicators over the ranks that share the shards, with this rank's values; None where rank 0's values count.
+        columns: for each the ranks that share the shards, and this rank's values; None where rank 0's values count.
         what: for messages.
 
     Returns:
         For each column a tensor of the counted ranks' values, with one row for each rank.
     """
     values = [column for _, column in columns]
-    if not columns or (c.topology.data_parallel_groups == 1 and all(comm and comm.size == 1 for comm, _ in columns)):
+    if all(owners and owners[1].size == 1 and owners[0].topology.data_parallel_groups == 1 for owners, _ in columns):
         return [column.unsqueeze(0) for column in values]
     table = c.all_ranks.all_gather(torch.cat(values), what)
     counted = []
-    for (comm, _), part in zip(columns, table.split([len(column) for column in values], dim=1), strict=True):
-        ranks = c.topology.full_model_group_of(0) if comm is c.full_model else c.topology.shard_groups[0]
-        counted.append(part[:1] if comm is None else part[list(ranks)] if len(ranks) < c.world else part)
+    for (owners, _), part in zip(columns, table.split([len(column) for column in values], dim=1), strict=True):
+        ranks: Sequence[int] = (0,)
+        if owners is not None:
+            own, comm = owners  # another engine may have another topology
+            ranks = own.topology.full_model_group_of(0) if comm is own.full_model else own.topology.shard_groups[0]
+        counted.append(part[list(ranks)] if len(ranks) < c.world else part)
     return counted
