@@ -168,6 +168,8 @@ def test_foreach_functions_equal_plain(rank, world_size):
         torch._foreach_copy_(y, torch._foreach_sqrt(torch._foreach_abs(x)))
     for result, expected in zip(a + b, c + d, strict=True):
         same(result, expected)
+    for result, expected in zip(torch._foreach_pow(2.0, a), torch._foreach_pow(2.0, c), strict=True):
+        same(result, expected)
     mixed = torch._foreach_mul([shards["matrix"], torch.ones(3)], [torch.full((5, 7), 2.0), torch.ones(3)])
     same(mixed[0], plain["matrix"] * 2)
     assert type(mixed[1]) is torch.Tensor

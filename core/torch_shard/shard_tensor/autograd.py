@@ -179,9 +179,8 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     own, of_unsharded = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(options["create_graph"]):
         for (i, unit), grad in zip(units.items(), of_unsharded, strict=True):
-            if (
-                unit.runtime.in_forward
-            ):  # in an inner step of the model itself (MAML) each rank has its own, as under DDP
+            # In an inner step of the model itself (MAML) each rank has its own, as under DDP.
+            if unit.runtime.in_forward:
                 own[i] = grad if own[i] is None else GatherFull.apply(own[i]) + (0 if grad is None else grad)
             else:
                 own[i] = _reduced(unit, inputs[i], own[i], grad)

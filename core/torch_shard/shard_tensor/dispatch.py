@@ -206,10 +206,9 @@ def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _common_specs(func: Any, args: Any, kwargs: Any) -> list[ShardSpec | None]:
     """Return the spec of each position of the lists among the arguments; None where all of them hold plain tensors."""
-    specs: list[ShardSpec | None] = [None] * len(args[0])
-    for value in (*args, *kwargs.values()):
-        if not isinstance(value, (list, tuple)) or not value:
-            continue
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
+    specs: list[ShardSpec | None] = [None] * next(map(len, lists), 0)
+    for value in lists:
         if len(value) != len(specs):
             raise RuntimeError(f"{func} needs lists of equal length, got {len(specs)} and {len(value)}")
         for i, item in enumerate(value):

@@ -12,8 +12,8 @@ Below this level :mod:`.dispatch` decides what can be computed on shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -51,9 +51,6 @@ from .function_sets import (
 from .spec import gather_error, same_cut
 from .tensor import ShardTensor
 from .unsharded_param import recorded_edit
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["call", "computed_in", "computed_on"]
 
@@ -120,6 +117,8 @@ def _run(call: FunctionCall) -> Any:
         if not sharded:
             raise gather_error(tensors, name)
         return on_copies(call, sharded)
+    if name == "_foreach_norm" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return _norms(*args, **kwargs)
     derived, of_parameter = _descent(tensors)
     if derived and not _shards_suffice(call):
         return _on_full_tensors(call)
@@ -143,6 +142,13 @@ def _run(call: FunctionCall) -> Any:
         if not sharded:
             raise
     return on_copies(call, sharded)
+
+
+def _norms(
+    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return what ``torch._foreach_norm`` does, norm by norm: the derivative of each is known."""
+    return tuple(torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors)
 
 
 _SCALARS = NORMS | EXTREMES | SCALAR_REDUCTIONS

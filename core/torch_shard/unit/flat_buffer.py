@@ -434,14 +434,14 @@ class FlatBuffer:
         return [unsharded._version + memory_of(unsharded)._version for unsharded in self.unsharded_params]
 
 
-def _average(flat_ref: weakref.ref[FlatBuffer], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+def _average(flat_ref: weakref.ref[FlatBuffer], index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
     """Average a plain gradient over the ranks; a gradient hook on the sharded parameter itself. Collective.
 
     Such a gradient has gone past the engine: a `torch.autograd.Function` was given another module's weight, say. It is
     this rank's own and has to be averaged as any other.
     """
     flat = flat_ref()
-    if flat is None or isinstance(grad, ShardTensor):
+    if flat is None or grad is None or isinstance(grad, ShardTensor):
         return None
     c, spec = flat.collectives, flat.params[index]._spec
     # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has made

@@ -58,9 +58,8 @@ class HostUnits:
         self._groups: list[dict[str, Any]] = []  # with the options at the beginning of the step
         self._together = TaskGroup()
         self._held: set[int] = set()  # the ids of the optimizer's parameters
-        self._switches: dict[
-            int, Any
-        ] = {}  # by id of the flat buffer: `_switches` of its last step that was done at once
+        # By id of the flat buffer: `_switches` of its last step that was done at once.
+        self._switches: dict[int, Any] = {}
 
     def begin(self) -> None:
         """Begin a step, of which one flat buffer after the other is prepared and stepped."""
@@ -127,9 +126,8 @@ class HostUnits:
         disk, kept = flat.host.host.disk, self._kept(flat)
         if disk is not None:
             if self._ahead is not None and self._ahead is not flat:
-                disk.write_behind(
-                    self._kept(self._ahead)
-                )  # another buffer came, so the memory of that one is given back
+                # Another buffer came, so the memory of that one is given back.
+                disk.write_behind(self._kept(self._ahead))
             self._ahead = following
             if following is not None:
                 disk.read_ahead(self._kept(following))
