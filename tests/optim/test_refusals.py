@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
+import torch_shard
 from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
 from tests.optim.helpers import (
     MAKE,
@@ -119,6 +121,34 @@ def test_a_step_with_gradients_that_are_not_reduced_is_refused(rank, world_size,
     pair.update()
     same_optimizers(pair.optimizer, pair.plain_optimizer)
     go(pair, 3)
+
+
+class PlainSteps(torch.optim.Optimizer):
+    """Of no kind."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad)
+
+
+@pytest.mark.parametrize("make", [PlainSteps, *exhaustive(O.SGD)])
+@ranks(3)
+def test_ranks_whose_unreduced_gradients_are_zero_refuse_the_step_too(rank, world_size, make):
+    model = nn.Embedding(12, 4)
+    engine = torch_shard.shard(model)
+    optimizer = make(model.parameters())
+    with engine.no_sync():
+        model(torch.tensor([0, 1])).sum().backward()  # of rows that rank 0 has
+    with pytest.raises(ShardError, match="no_sync"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
 
 
 @ranks(2)

@@ -76,8 +76,12 @@ class Accumulation:
 
     def is_partial(self, index: int) -> bool:
         """Return True if a gradient is partially accumulated. Call without ``__torch_function__``."""
+        return index in self.partial and self.holds(index)
+
+    def holds(self, index: int) -> bool:
+        """Return True if the user has not cleared a gradient since the last backward. Call without ``__torch_function__``."""
         # First by identity: all ranks must answer alike, and a rank's shard may be empty.
-        return index in self.partial and (self._is_unchanged(index) or not self._is_cleared(index))
+        return index in self._left and (self._is_unchanged(index) or not self._is_cleared(index))
 
     def _is_unchanged(self, index: int) -> bool:
         grad = own_grad(self._params[index])
