@@ -11,8 +11,9 @@ from torch import nn
 from .comm.consensus import agree
 from .errors import UnitStateError
 from .layout.dtensor_placement import is_dtensor, made_like, placed_of, replicated_like
+from .optim.engines_of_optimizer import params_of
 from .optim.matrix import state as matrix_state
-from .optim.registry import COUNTERS
+from .optim.registry import counters_in, is_counter
 from .runtime.runtime import Runtime
 from .shard_tensor.tensor import ShardTensor
 from .shard_tensor.unsharded_param import set_own_grad
@@ -74,6 +75,7 @@ def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], m
 
 def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[str, Any]) -> None:
     """Give `optimizer` full state in place of shards, without ``load_state_dict``, which would change dtypes."""
+    counters = counters_in((p, state.get(names.get(id(p), ""))) for p in params_of(optimizer))
     for group in optimizer.param_groups:
         counts_on_device = group.get("capturable") or group.get("fused")
         for p in group["params"]:
@@ -86,21 +88,25 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
                     for key, value in entries.items()
                 }
                 if is_dtensor(p):
-                    _distribute(p, optimizer.state[p])
+                    _distribute(p, optimizer.state[p], counters)
             else:
                 optimizer.state.pop(p, None)
 
 
-def _distribute(param: Any, entries: dict[str, Any]) -> None:
+def _distribute(param: Any, entries: dict[str, Any], counters: frozenset[Any]) -> None:
     """Make DTensors of those entries of a DTensor parameter's state that would be DTensors without the engine.
 
     torch computes with DTensors and plain tensors together only where the plain ones are 0-dim.
     """
     placed = placed_of(param, "")
     for key, value in entries.items():  # values may be replaced in the loop, since the keys stay
-        if isinstance(value, torch.Tensor) and optimizer_state.is_elementwise(param, key, value.shape):
+        if isinstance(value, torch.Tensor) and optimizer_state.is_elementwise(param, key, value.shape, counters):
             entries[key] = made_like(param, value)
-        elif placed is not None and placed.part is None and key not in COUNTERS:
+        elif (
+            placed is not None
+            and placed.part is None
+            and not is_counter(key, getattr(value, "shape", torch.Size()), counters)
+        ):
             # State of any shape, as optimizers of full matrices keep it. Every rank has the full parameter, and so its state.
             entries[key] = matrix_state.mapped(value, lambda whole: replicated_like(param, whole))
 

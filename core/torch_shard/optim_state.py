@@ -29,6 +29,7 @@ from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
 from .optim.engines_of_optimizer import params_of
 from .optim.matrix import state as matrix_state
+from .optim.registry import counters_in
 from .state import optimizer_state
 from .state.model_state import copied
 from .state.param_names import names_by_id
@@ -268,7 +269,8 @@ def _shards_of(optim: torch.optim.Optimizer) -> Callable[[int, Any], Any]:
     params = params_of(optim)
 
     def keep(number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: optimizer_state.own_shard(params[number], key, value) for key, value in entries.items()}
+        counters = counters_in([(params[number], entries)])
+        return {key: optimizer_state.own_shard(params[number], key, value, counters) for key, value in entries.items()}
 
     return keep
 

@@ -6,8 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import torch_shard
+import torch_shard.optim
 from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params, whole
 from tests.optim.helpers import MAKE, Odd, both, close, go, same_optimizers, trainable
 from tests.support.marks import exhaustive
@@ -122,6 +124,70 @@ def test_an_optimizer_with_groups_that_stepped_before_sharding_goes_on(rank, wor
         step(number)
         same_optimizers(*optimizers)
     same_params(model, plain)
+
+
+class Ages(torch.optim.Optimizer):
+    """Declared; its state has names of its own, one of which torch gives to a number, and counts in a 0-dim tensor."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["age"], state["mu"] = p.new_zeros(()), torch.zeros_like(p)
+                state["age"] += 1
+                state["mu"].mul_(0.9).add_(p.grad, alpha=0.1)
+                p.add_(state["mu"], alpha=-group["lr"] / (1 - 0.9 ** state["age"].item()))
+
+
+torch_shard.optim.register(Ages, "elementwise")
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(5, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+@pytest.mark.parametrize("way", ["before sharding", *exhaustive("state dict", "full state", "checkpoint", "closed")])
+@ranks(2)
+def test_state_of_own_names_goes_on_for_a_0_dim_parameter_too(rank, world_size, way, tmp_path):
+    pair = Pair(Scaled, rank, world_size, optimizer=lambda m: Ages(m.parameters()))
+    for step in range(2):
+        pair.step(plain_backward, batch(rank, step))
+    optimizer = pair.optimizer
+    if way == "before sharding":
+        pair.optimizer = Ages(pair.model.parameters())
+        pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+    elif way == "state dict":
+        pair.optimizer = Ages(pair.model.parameters())
+        pair.optimizer.load_state_dict(optimizer.state_dict())
+    elif way == "full state":
+        pair.optimizer = Ages(pair.model.parameters())
+        pair.engine.load_optim_state_dict(pair.optimizer, pair.engine.optim_state_dict(optimizer, rank0_only=False))
+    elif way == "checkpoint":
+        pair.engine.save(tmp_path / "saved", optimizer)
+        pair.optimizer = Ages(pair.model.parameters())
+        pair.engine.load(tmp_path / "saved", pair.optimizer)
+    else:
+        pair.engine.close(optimizer)
+        pair.engine = torch_shard.shard(pair.model)
+    for step in range(2, 4):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        assert type(pair.optimizer.state[p]["age"]) is torch.Tensor
+        for key, value in pair.plain_optimizer.state[q].items():
+            close(whole(pair.optimizer.state[p][key]), value, key)
 
 
 @stateful

@@ -494,6 +494,18 @@ def test_it_is_saved_and_loaded_with_both_models(rank, world_size, name, tmp_pat
     train_in_turns(again)
 
 
+@ranks(2)
+def test_names_that_both_models_have_are_an_error_where_state_goes_by_name(rank, world_size):
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    engines = [torch_shard.shard(model) for model in models]
+    optimizer = torch.optim.AdamW([*models[0].named_parameters(), *models[1].named_parameters()])
+    models[1](models[0](torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+    for engine in engines:
+        with pytest.raises(StateDictError, match=r"another sharded model.*models="):
+            engine.optim_state_dict(optimizer)
+
+
 @pytest.mark.exhaustive
 @ranks(2)
 def test_its_state_by_one_models_names_is_an_error_that_says_how_to_save_it(rank, world_size, tmp_path):

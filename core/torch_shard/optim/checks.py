@@ -18,7 +18,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.unit import unit_of
 from .engines_of_optimizer import params_of, runtime_of
-from .registry import COUNTERS
+from .registry import counters_in, is_counter
 
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
@@ -165,9 +165,12 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
         if not isinstance(p, ShardTensor):
             continue
         with torch._C.DisableTorchFunctionSubclass():
-            grad: Any = own_grad(p)
-        unit = unit_of(p) if is_unreduced(grad) else None
-        if unit is not None and unit.runtime is runtime and grad._local.count_nonzero():
+            unit = unit_of(p) if is_unreduced(own_grad(p)) else None
+            if unit is None or unit.runtime is not runtime:
+                continue
+            flat, index = unit.find(p)
+            held = flat.gradients.accumulation.holds(index)
+        if held:
             raise ShardError(
                 f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
                 "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
@@ -182,7 +185,10 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
     state = getattr(optimizer, "state", None)
     if not state:
         return
-    for p in params_of(optimizer):
+    params = params_of(optimizer)
+    with torch._C.DisableTorchFunctionSubclass():
+        counters = counters_in((p, state.get(p)) for p in params)
+    for p in params:
         own = state.get(p) if isinstance(p, ShardTensor) else None
         if not isinstance(own, dict):
             continue
@@ -190,7 +196,7 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
             # Counters are full on every rank, those of 0-dim parameters, too.
             if (
                 not (type(value) is torch.Tensor or is_dtensor(value))
-                or key in COUNTERS
+                or is_counter(key, value.shape, counters)
                 or value.shape != p._spec.shape
             ):
                 continue

@@ -15,13 +15,14 @@ There are three kinds, by the exact class. A subclass may do anything, so it is 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from ..errors import ConfigError
 
-__all__ = ["Kind", "kind_of", "register"]
+__all__ = ["Kind", "counters_in", "is_counter", "kind_of", "register"]
 
 Kind = Literal["elementwise", "matrix"]
 
@@ -30,8 +31,7 @@ _ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Lion",
 )  # fmt: skip
 _MATRIX = ("Muon", "Adafactor")
-COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""The state of torch.optim's classes that is 0-dim whatever the shape of the parameter."""
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch.optim's classes
 # Classes of packages that need not be installed, by module and name.
 _BY_NAME: dict[tuple[str, str], Kind] = {
     ("transformers.optimization", "Adafactor"): "matrix",
@@ -107,6 +107,31 @@ def kind_of(cls: type) -> Kind | None:
     if is_torchs(cls):
         return "elementwise" if cls.__name__ in _ELEMENTWISE else "matrix" if cls.__name__ in _MATRIX else None
     return _BY_NAME.get((cls.__module__, cls.__qualname__))
+
+
+def counters_in(state: Iterable[tuple[torch.Tensor, Any]]) -> frozenset[Any]:
+    """Return the keys of state that is 0-dim whatever the shape of the parameter.
+
+    Parameters that are not 0-dim show which keys these are. Where no such parameter has a key, it is known of torch.optim's
+    classes.
+
+    Args:
+        state: parameters with their state, by key.
+    """
+    found = set(_COUNTERS)
+    for param, entries in state:
+        for key, value in entries.items() if param.dim() and isinstance(entries, Mapping) else ():
+            if isinstance(value, torch.Tensor):
+                found.discard(key) if value.dim() else found.add(key)
+    return frozenset(found)
+
+
+def is_counter(key: Any, shape: torch.Size, counters: frozenset[Any] = _COUNTERS) -> bool:
+    """Return True if an entry of this key and shape is 0-dim whatever the shape of the parameter.
+
+    Entries of a 0-dim parameter are all 0-dim, so that only the key tells. `counters` is what :func:`counters_in` has found.
+    """
+    return not shape and key in counters
 
 
 def is_declared(cls: type) -> bool:

@@ -16,7 +16,7 @@ from ..layout.dtensor_placement import is_dtensor, local_of
 from ..log import logger
 from ..optim.engines_of_optimizer import params_of
 from ..optim.matrix import state as matrix_state
-from ..optim.registry import COUNTERS
+from ..optim.registry import counters_in, is_counter
 from ..runtime.runtime import Runtime
 from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
@@ -34,14 +34,16 @@ def names_of(
     With `others`, parameters that are not the model's get their position for a name.
 
     Raises:
-        StateDictError: without `others`, the optimizer holds parameters that are not the model's.
+        StateDictError: without `others`, the optimizer holds parameters that are not the model's and have no name of their own.
     """
     names = names_by_id(runtime.units, model)
+    taken = set(names.values())
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for i, p in enumerate(group["params"]):
-            if id(p) not in names and given is not None:
+            if id(p) not in names and given is not None and given[i] not in taken:
                 names[id(p)] = given[i]
+                taken.add(given[i])
             if id(p) not in names and others:
                 names[id(p)] = f"{number}.{i} (not the model's)"
             if id(p) not in names:
@@ -299,6 +301,7 @@ def by_number(
     """
     elsewhere = elsewhere or {}
     state: dict[Any, Any] = {key: matrix_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
+    counters = counters_in((p, state_dict["state"].get(names[id(p)])) for p in params_of(optimizer))
     for number, p in enumerate(params_of(optimizer)):
         entries = state_dict["state"].get(names[id(p)])
         if entries and id(p) in elsewhere:
@@ -306,7 +309,7 @@ def by_number(
                 state[number] = matrix_state.copied(matrix_state.local(entries))  # torch may keep what it is given
         elif entries:
             own = optimizer.state.get(p, {}) if in_place else {}
-            state[number] = {key: own_shard(p, key, value, own.get(key)) for key, value in entries.items()}
+            state[number] = {key: own_shard(p, key, value, counters, own.get(key)) for key, value in entries.items()}
     return {"state": state, "param_groups": groups_by_number(optimizer, names, state_dict["param_groups"])}
 
 
@@ -353,11 +356,14 @@ def groups_by_number(
     return groups
 
 
-def own_shard(param: torch.Tensor, key: str, value: Any, into: Any = None) -> Any:
-    """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits, or the entry if it has none."""
+def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any], into: Any = None) -> Any:
+    """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits, or the entry if it has none.
+
+    `counters` is what :func:`~..optim.registry.counters_in` finds in the whole state, here and below.
+    """
     if not isinstance(value, torch.Tensor):
         return matrix_state.local(value) if isinstance(param, ShardTensor) else value
-    if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape):
+    if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape, counters):
         value = local_of(value) if isinstance(param, ShardTensor) else value
         return value.clone()  # torch may keep what it is given
     assert isinstance(param, ShardTensor)
@@ -370,16 +376,14 @@ def own_shard(param: torch.Tensor, key: str, value: Any, into: Any = None) -> An
     return ShardTensor(local, param._spec)
 
 
-def is_cut(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
+def is_cut(param: torch.Tensor, key: Any, shape: torch.Size, counters: frozenset[Any]) -> bool:
     """Return True if full state of this shape is sharded like its parameter. A number is not; every rank has it."""
-    return isinstance(param, ShardTensor) and is_elementwise(param, key, shape)
+    return isinstance(param, ShardTensor) and is_elementwise(param, key, shape, counters)
 
 
-def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size) -> bool:
+def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size, counters: frozenset[Any]) -> bool:
     """Return True if full state of this shape has one element for each element of its parameter."""
-    if key == "step" or shape != param.shape:
-        return False
-    return param.dim() > 0 or key not in COUNTERS  # of a 0-dim parameter both are 0-dim
+    return shape == param.shape and not is_counter(key, shape, counters)
 
 
 def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
@@ -412,6 +416,7 @@ def mismatches(
             missing += [f"{n} (in group {number})" for n in live if n not in held]
             unexpected += [f"{n} (in group {number})" for n in saved["params"] if n not in live]
     by_name = {names[id(p)]: p for p in params_of(optimizer)}
+    counters = counters_in((p, given["state"].get(name)) for name, p in by_name.items())
     listed = {n for saved in saved_groups for n in saved["params"]}
     without = [n for n in by_name if n in listed and n not in given["state"]] if given["state"] else []
     lost = [n for n in without if optimizer.state.get(by_name[n])]
@@ -435,7 +440,7 @@ def mismatches(
                 problems.append(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")
             elif isinstance(param, ShardTensor):
                 # State that is not sharded like the parameter must be full.
-                cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape)
+                cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape, counters)
                 for tensor in matrix_state.tensors_of(value):
                     problems += misplaced(tensor, param._spec.part if cut else None, f"{name}: {key}")
     return missing, unexpected, problems

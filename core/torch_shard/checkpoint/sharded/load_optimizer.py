@@ -11,6 +11,7 @@ import torch
 from ...numerics.stochastic_rounding import state_dtype
 from ...optim.engines_of_optimizer import first_runtime, params_of
 from ...optim.matrix import state as matrix_state
+from ...optim.registry import counters_in
 from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
@@ -130,7 +131,9 @@ class OptimizerLoad:
         self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         manifest = self.checkpoint.manifest
         unsharded = frozenset(() if manifest is None else manifest.whole)
-        for p in params_of(self.optimizer):
+        params = params_of(self.optimizer)
+        counters = counters_in((p, self.given["state"].get(self.names[id(p)])) for p in params)
+        for p in params:
             name = self.names[id(p)]
             if self.elsewhere.get(id(p), False):
                 continue
@@ -141,7 +144,7 @@ class OptimizerLoad:
                 is_cut = (
                     leaf.name not in unsharded
                     and id(p) not in self.elsewhere
-                    and optimizer_state.is_cut(p, path[-1], leaf.shape)
+                    and optimizer_state.is_cut(p, path[-1], leaf.shape, counters)
                 )
                 live: Any = self.optimizer.state.get(p, {}).get(path[0]) if in_place and len(path) == 1 else None
                 fits = isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec)
