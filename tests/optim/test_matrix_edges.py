@@ -44,6 +44,29 @@ def pair_of(kind: Any, rank: int, world_size: int, **settings: Any) -> Pair:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
+class CountsWhatItOwns(Descent):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                group["step"] = group.get("step", 0) + 1
+            for p in params:
+                p.sub_(p.grad, alpha=group["lr"] / group["step"])
+
+
+@ranks(2)
+def test_a_count_that_only_owners_keep_is_an_error_on_all_ranks(rank: int, world_size: int) -> None:
+    torch_shard.optim.register(CountsWhatItOwns, kind="matrix")
+    pair = Pair(MLP, rank, world_size, optimizer=lambda model: CountsWhatItOwns([model.head.bias]))
+    pair.step(plain_backward, batch(rank, 0))
+    plain_backward(pair.model, batch(rank, 1))
+    with pytest.raises(
+        DivergenceError, match=r"counted \[\{'step': 1\}\] \(it must count on ranks that own no parameter"
+    ):
+        pair.optimizer.step()
+
+
 class ClearsGradients(Descent):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

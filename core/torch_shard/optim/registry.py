@@ -63,7 +63,8 @@ def register(cls: type, kind: Kind) -> type:
     - for ``"matrix"``: go through the groups in one loop, and update a group's parameters within its body. When the loop goes
       on, they are sent back: torch refuses to write to them then, and their values are NaN. One of the user's groups may come
       in several parts, some of them without a parameter, each with the options as they were before the step. Random numbers
-      that the step draws differ between the ranks. What it does to gradients is not sent back, so they must be cleared before
+      that the step draws differ between the ranks. What it counts in a group it counts whether or not the part has parameters,
+      since a rank may own none. What it does to gradients is not sent back, so they must be cleared before
       the next backward.
 
     With ``"elementwise"`` it may also

@@ -46,6 +46,7 @@ class EngineParts:
         self._parts: list[list[tuple[Part, list[Any]]]] = []
         # State as the last step has left it, by position in `_params`; None where it has been loaded since, say.
         self._entries: dict[int, Any] | None = {}
+        self._counts: set[str] = set()  # the options in which steps have counted on this rank
         self._spares = Spares(runtime.collectives.device)
         # A class of no kind calls a step of torch's: see `_refuse_own_state`.
         self._within = kind_of(type(optimizer)) is None
@@ -96,7 +97,7 @@ class EngineParts:
                 rest = [p for p in group["params"] if runtime_of(p) is None] if self._last else []
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
-                    groups.append(PartGroup(group, part, params, rest if last else [], misuse))
+                    groups.append(PartGroup(group, part, params, rest if last else [], misuse, self._counts))
             for flat in {id(flat): flat for flat, _ in map(_place, self._params)}.values():
                 if flat.rounding is not None:
                     flat.rounding.begin()
@@ -171,6 +172,9 @@ class EngineParts:
         if absent:
             few = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
             text += f", {len(absent)} of them without a gradient: {few}"
+        counts = [{key: group.get(key) for key in sorted(self._counts)} for group in self._optimizer().param_groups]
+        if self._counts:
+            text += f", whose groups have counted {counts} (it must count on ranks that own no parameter, too)"
         owners = self.runtime.owners.of(self._optimizer())
         owned = [owners.get(p._spec.name, -1) for p in self._params]
         key = zlib.crc32(repr((text, owned)).encode() + bytes(present), self._order)

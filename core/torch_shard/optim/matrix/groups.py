@@ -75,6 +75,7 @@ class PartGroup:
         params: list[Any],
         rest: list[Any],
         misuse: Callable[[str], Exception],
+        counts: set[str],
     ) -> None:
         """Args:
         group: the user's group.
@@ -82,9 +83,10 @@ class PartGroup:
         params: the user's parameters in the user's order, as often as the user lists them.
         rest: parameters that are not sharded, to be stepped with these.
         misuse: returns the error for a step that works on the parameters outside the loop.
+        counts: gets the options in which the step counts.
         """
         self._group, self.part, self._params, self._rest = group, part, params, rest
-        self._outside = _Outside(misuse)
+        self._outside, self._counts = _Outside(misuse), counts
         # Copies, so that what a step changes in place (`group["k"] += 1` of a tensor) starts from the same for each part.
         self.options = {**copied_options(group), "params": self._outside}
         self._given = Snapshot(self.options)
@@ -106,3 +108,5 @@ class PartGroup:
         """Put the options that the optimizer has changed into the user's group."""
         for key, value in self._given.changes().items():
             put(self._group, key, value)
+            if type(value) is int:
+                self._counts.add(key)
