@@ -7,8 +7,10 @@ import sys
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
-from tests.compat.harness import Pair, same_params
+from tests.compat.harness import Pair, batch, plain_backward, same, same_params, whole
 from tests.optim.helpers import (
     MAKE,
     O,
@@ -86,6 +88,36 @@ def test_an_exception_in_a_step_leaves_what_it_leaves_in_plain_torch_and_trainin
     pair.update()  # with the gradients of the step that failed
     same_optimizers(pair.optimizer, pair.plain_optimizer)
     go(pair, first + 1, 2)
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", *exhaustive("full_shard", "no_shard")])
+@ranks(2)
+def test_a_group_that_is_stepped_in_parts_fails_between_two_of_them(rank, world_size, strategy):
+    def optimizer(model):
+        return O.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    pair = Pair(lambda: nn.Linear(5, 40), rank, world_size, optimizer=optimizer, strategy=strategy)
+    go(pair, 0)
+    plain_backward(pair.model, batch(rank, 1))
+    before = [whole(p).clone() for p in pair.model.parameters()]
+    module, calls = sys.modules["torch.optim.adam"], []  # torch.optim itself has no such names
+    adam, steps = module.adam, "torch_shard.optim.elementwise.step"
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Stop
+        return adam(*args, **kwargs)
+
+    pieces = mock.patch(f"{steps}._PIECE", 16), mock.patch(f"{steps}._LIST", 16)
+    with pieces[0], pieces[1], mock.patch.object(module, "adam", fail), pytest.raises(Stop):
+        pair.optimizer.step()
+    stepped = [not torch.equal(whole(p), old) for p, old in zip(pair.model.parameters(), before, strict=True)]
+    counts = [pair.optimizer.state[p]["step"].item() for p in pair.model.parameters()]
+    assert stepped[0]
+    assert all(count == 2 for count, changed in zip(counts, stepped, strict=True) if changed)
+    pair.plain.load_state_dict({name: whole(p) for name, p in pair.model.named_parameters()})
+    same(*pair.each(lambda m: m(batch(rank, 2)).detach()), "output")
 
 
 @mostly_adamw

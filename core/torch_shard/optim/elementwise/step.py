@@ -199,7 +199,7 @@ class FlatStep(StepBackend):
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._look(optimizer)
         except BaseException:
-            FlatStep.forget(self)
+            self._forget_groups()
             raise
 
     def _look(self, optimizer: Any) -> None:
@@ -251,6 +251,9 @@ class FlatStep(StepBackend):
                     piece.load()
 
     def forget(self) -> None:
+        self._forget_groups()
+
+    def _forget_groups(self) -> None:
         self._drop()
         self._user_groups, self.state = [], _PieceState({})
 
@@ -298,11 +301,11 @@ class FlatStep(StepBackend):
     def leave_loop(self, number: int) -> None:
         self.end_group(number)
         for group in self._groups[: number + 1]:  # the user shall see what groups have come to before an exception
-            self._publish(group)
+            self._publish(group, group.last or group is self._groups[number])
 
     def publish(self) -> None:
         for group in self._groups:
-            self._publish(group)
+            self._publish(group, group.last)
 
     def close(self) -> None:
         self.publish()
@@ -339,7 +342,8 @@ class FlatStep(StepBackend):
             if not self._torchs:
                 group.own.runs.store_gradients()
 
-    def _publish(self, group: _StepGroup) -> None:
+    def _publish(self, group: _StepGroup, last: bool) -> None:
+        """Show the user what a group of the step has done. `last`: no other part of the user's group follows."""
         optimizer, runs = self._optimizer(), group.own.runs
         if not self._torchs:
             self._store(group)
@@ -348,7 +352,7 @@ class FlatStep(StepBackend):
             if len(values) != len(group.state) or not all(map(operator.is_, values, group.state)):
                 runs.publish(optimizer.state)
                 group.state = group.state_values()
-            if group.last:
+            if last:
                 if not self.announced:
                     runs.counters.follow()
                 # For autograd: a graph that has saved a parameter must not run any more, nor a gathered copy be used.
