@@ -12,13 +12,11 @@ tensors, nor on the number of ranks. Ranks with different shards draw different 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-__all__ = ["EXACT", "Rounding", "is_loading", "noise", "round_to", "state_dtype", "widen"]
+__all__ = ["EXACT", "Rounding", "noise", "round_to"]
 
 EXACT = torch.float32
 """The dtype in which a step computes."""
@@ -139,34 +137,3 @@ def _rounded(exact: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """
     bits = torch.add(exact.view(torch.int32), random).add_(1 << 15).bitwise_and_(-(1 << 16))
     return torch.where(exact.abs() <= _LARGEST, bits.view(EXACT), exact)
-
-
-def widen(entries: Any, wrap: Any) -> None:
-    """Widen the optimizer state of one parameter, from a step that was made in bf16, to fp32, which is exact.
-
-    `wrap(value, local)` makes a sharded tensor like `value` over `local`.
-    """
-    for key, value in entries.items() if isinstance(entries, dict) else ():
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
-            continue
-        local = getattr(value, "_local", None)
-        entries[key] = value.to(EXACT) if local is None else wrap(value, local.to(EXACT))
-
-
-def state_dtype(param: Any) -> torch.dtype:
-    """Return the dtype of optimizer state that has its parameter's dtype in plain torch."""
-    ref = getattr(param, "_unit_ref", None)
-    unit = ref() if ref is not None else None
-    rounds = unit is not None and unit.rounding and unit.find(param)[0].rounding is not None
-    return EXACT if rounds else param.dtype  # type: ignore[no-any-return]
-
-
-_LOADS: Any = torch.optim.Optimizer._process_value_according_to_param_policy.__code__
-
-
-def is_loading() -> bool:
-    """Return True if ``Optimizer.load_state_dict`` reads a parameter's ``dtype``: it converts state to it, and would round it.
-
-    Only :func:`.shard_tensor.torch_function.computed_in` may call this, because the reader is found by the number of frames.
-    """
-    return sys._getframe(3).f_code is _LOADS

@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError, NeedsGatherError, ShardError, UnitStateError
 from ..grad_clip.checks import refuse_partials
 from ..layout.dtensor_placement import is_dtensor
-from ..numerics.stochastic_rounding import widen
+from ..numerics.stochastic_rounding import EXACT
 from ..shard_tensor.spec import shard_of_part
 from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
@@ -33,6 +33,7 @@ __all__ = [
     "refuse_unreduced",
     "refuse_without_rounding",
     "shard_state",
+    "state_dtype",
     "units_of",
     "widen_state",
 ]
@@ -207,11 +208,25 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
 
 
 def widen_state(entries: Any) -> None:
-    """Convert a parameter's state to fp32, where steps are rounded stochastically.
+    """Convert a parameter's state to fp32, which is exact, where steps are rounded stochastically.
 
     It may have been left by steps in bf16, or made by the user like the parameter.
     """
-    widen(entries, lambda value, local: ShardTensor._wrap(local, value._spec))
+    for key, value in entries.items() if isinstance(entries, dict) else ():
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        if isinstance(value, ShardTensor):
+            entries[key] = ShardTensor._wrap(value._local.to(EXACT), value._spec)
+        else:
+            entries[key] = value.to(EXACT)
+
+
+def state_dtype(param: Any) -> torch.dtype:
+    """Return the dtype of optimizer state that has its parameter's dtype in plain torch."""
+    unit = unit_of(param)
+    rounds = unit is not None and unit.rounding and unit.find(param)[0].rounding is not None
+    dtype: torch.dtype = EXACT if rounds else param.dtype
+    return dtype
 
 
 def _shard_of(value: torch.Tensor, param: ShardTensor) -> ShardTensor:

@@ -9,8 +9,7 @@
 Sharding cuts the local tensors, and only the ranks of one data-parallel group, which have the same part, share it (see
 :mod:`torch_shard.layout.rank_topology`). The computation is DTensor's own.
 
-This rests on private names of torch: DTensor's constructor, its slots ``_local_tensor`` and ``_spec``, and
-``DeviceMesh._get_root_mesh``. Tested on torch 2.13.
+This rests on private names of torch: DTensor's slots, ``_local_tensor`` and ``_spec`` among them. Tested on torch 2.13.
 """
 
 from __future__ import annotations

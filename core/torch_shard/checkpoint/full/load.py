@@ -18,7 +18,7 @@ import torch
 
 from ...comm.collective_steps import broadcast, each
 from ...errors import CheckpointError, ConfigError, StateDictError
-from ...numerics.stochastic_rounding import state_dtype
+from ...optim.checks import state_dtype
 from ...optim.engines_of_optimizer import params_of
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state

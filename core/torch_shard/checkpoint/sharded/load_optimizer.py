@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...numerics.stochastic_rounding import state_dtype
+from ...optim.checks import state_dtype
 from ...optim.engines_of_optimizer import first_runtime, params_of
 from ...optim.matrix import state as matrix_state
 from ...optim.registry import counters_in
