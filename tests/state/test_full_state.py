@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -336,3 +338,25 @@ def test_full_state_of_a_plain_copy(rank: int, world_size: int) -> None:
     model = build()
     engine = torch_shard.shard(model)
     assert_same(engine.state_dict(rank0_only=False), plain)
+
+
+@pytest.mark.parametrize("what", ["state_dict", "optim_state_dict"])
+@ranks(2)
+def test_one_gathered_buffer_is_in_memory_at_a_time(rank: int, world_size: int, what: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    engine = torch_shard.shard(model, units=[nn.Linear])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    empty, made, alive = torch.empty, [], []
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = empty(*args, **kwargs)
+        if result.numel() >= 64 * 64:
+            alive.append(sum(ref() is not None for ref in made))
+            made.append(weakref.ref(result))
+        return result
+
+    with mock.patch.object(torch, "empty", noted):
+        engine.state_dict() if what == "state_dict" else engine.optim_state_dict(optimizer)
+    assert len(alive) >= 3 and set(alive) == {0}

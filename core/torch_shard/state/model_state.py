@@ -104,6 +104,7 @@ def make_full(
     for gathered in full_values(runtime, entries_of(runtime, mine), what):
         for entry, value in gathered if wanted else ():
             found.update(dict.fromkeys(entry.names, copied(value, offload_to_cpu)))
+            del value  # or two buffers would be in memory while the next one is gathered
     for key in () if wanted else mine:
         del found[key]
 
@@ -168,7 +169,10 @@ def full_values(
     for flat, group in itertools.groupby(entries, lambda entry: entry.flat):
         if flat is not None:
             full = full_flat(flat, what, memory)
-            yield [(entry, flat.view(full, entry.value._spec.index)) for entry in group]
+            pieces = [(entry, flat.view(full, entry.value._spec.index)) for entry in group]
+            del full
+            yield pieces
+            pieces.clear()  # the caller's variable still refers to the list, and the next buffer is gathered now
     alone = [entry for entry in entries if entry.flat is None]
     for entry in alone:
         if isinstance(entry.value, ShardTensor):

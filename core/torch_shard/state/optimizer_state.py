@@ -105,6 +105,7 @@ def optim_state_dict(
                 found[number] = value
             else:
                 found[number][kind] = matrix_state.copied(value, "cpu")
+            del value  # or two buffers would be in memory while the next one is gathered
     if not wanted:
         return {}
     state = {names[id(numbers[n])] if is_number(n, numbers) else n: found[n] for n in in_order(found, numbers)}
@@ -212,7 +213,10 @@ def full_values(
     """
     for group in cut.together:
         full = full_tensors_from(group.flat, group.shards, what, memory)
-        yield [(n, group.kind, value) for n, value in zip(group.numbers, full, strict=True) if value is not None]
+        pieces = [(n, group.kind, value) for n, value in zip(group.numbers, full, strict=True) if value is not None]
+        del full
+        yield pieces
+        pieces.clear()  # the caller's variable still refers to the list, and the next buffer is gathered now
     for number, kind, value in cut.alone:
         yield [(number, kind, matrix_state.mapped(value, _full))]
     for number, (source, description) in elsewhere.items():
