@@ -11,8 +11,8 @@ from torch import nn
 from .comm.consensus import agree
 from .errors import UnitStateError
 from .layout.dtensor_placement import is_dtensor, made_like, placed_of, replicated_like
+from .optim import state_tree
 from .optim.engines_of_optimizer import params_of
-from .optim.matrix import state as matrix_state
 from .optim.registry import counters_in, is_counter
 from .runtime.runtime import Runtime
 from .shard_tensor.tensor import ShardTensor
@@ -84,7 +84,7 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
             entries = state.get(names[id(p)])
             if entries:
                 optimizer.state[p] = {
-                    key: matrix_state.copied(value, "cpu" if key == "step" and not counts_on_device else str(p.device))
+                    key: state_tree.copied(value, "cpu" if key == "step" and not counts_on_device else str(p.device))
                     for key, value in entries.items()
                 }
                 if is_dtensor(p):
@@ -108,7 +108,7 @@ def _distribute(param: Any, entries: dict[str, Any], counters: frozenset[Any]) -
             and not is_counter(key, getattr(value, "shape", torch.Size()), counters)
         ):
             # State of any shape, as optimizers of full matrices keep it. Every rank has the full parameter, and so its state.
-            entries[key] = matrix_state.mapped(value, lambda whole: replicated_like(param, whole))
+            entries[key] = state_tree.mapped(value, lambda whole: replicated_like(param, whole))
 
 
 def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:

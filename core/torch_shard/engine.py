@@ -18,7 +18,7 @@ from .comm.traffic_statistics import Statistics
 from .config.shard_config import ShardConfig
 from .errors import CheckpointError, ConfigError, ShardError
 from .grad_clip import clip, grad_norms
-from .optim.matrix.state import tensors_of
+from .optim.state_tree import tensors_of
 from .optim.step_watch import StepWatch
 from .plan.plan import Plan
 from .runtime import backward_inputs, comm_hook_registration, registry, statistics

@@ -27,6 +27,7 @@ from .comm.collective_steps import broadcast
 from .comm.consensus import agree
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
+from .optim import state_tree
 from .optim.engines_of_optimizer import params_of
 from .optim.matrix import state as matrix_state
 from .optim.registry import counters_in
@@ -113,7 +114,7 @@ def _sharded(
     state = matrix_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
     if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
         state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
-    state = matrix_state.mapped(state, lambda tensor: copied(tensor, offload))
+    state = state_tree.mapped(state, lambda tensor: copied(tensor, offload))
     return _renamed({**taken, "state": state}, dict(enumerate(names)), what, engine.rank)
 
 

@@ -21,6 +21,7 @@ from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, mak
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks, run
 from torch_shard.errors import StateDictError
+from torch_shard.optim import state_tree
 from torch_shard.optim.matrix import state as matrix_state
 
 STEPS = 3
@@ -82,7 +83,7 @@ def test_each_parameter_has_state_on_one_rank(rank, world_size, name):
     assert sorted(name for names in everyone for name in names) == sorted(stepped)
     held = [None] * world_size
     dist.all_gather_object(held, pair.engine.memory_summary(pair.optimizer)["optimizer"])
-    whole = [t for own in pair.plain_optimizer.state.values() for t in matrix_state.tensors_of(own)]
+    whole = [t for own in pair.plain_optimizer.state.values() for t in state_tree.tensors_of(own)]
     assert sum(held) == sum(t.numel() * t.element_size() for t in whole)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..optim.matrix.state import everyone, mapped
+from ..optim.matrix.state import everyone
+from ..optim.state_tree import mapped
 from ..runtime.registry import runtime_of
 from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor

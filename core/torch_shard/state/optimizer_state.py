@@ -14,6 +14,7 @@ from ..comm.consensus import agree
 from ..errors import StateDictError
 from ..layout.dtensor_placement import is_dtensor, local_of
 from ..log import logger
+from ..optim import state_tree
 from ..optim.engines_of_optimizer import params_of
 from ..optim.matrix import state as matrix_state
 from ..optim.registry import counters_in, is_counter
@@ -98,13 +99,13 @@ def optim_state_dict(
     wanted = not rank0_only or runtime.collectives.world_rank == 0
     elsewhere = matrix_state.descriptions(runtime, taken["state"], len(numbers), what)
     # A snapshot: the next step changes what is not sharded.
-    found = {n: matrix_state.copied(entries, "cpu") for n, entries in taken["state"].items()} if wanted else {}
+    found = {n: state_tree.copied(entries, "cpu") for n, entries in taken["state"].items()} if wanted else {}
     for gathered in full_values(runtime, cut, elsewhere, taken["state"], wanted, what):
         for number, kind, value in gathered if wanted else ():
             if kind is None:
                 found[number] = value
             else:
-                found[number][kind] = matrix_state.copied(value, "cpu")
+                found[number][kind] = state_tree.copied(value, "cpu")
             del value  # or two buffers would be in memory while the next one is gathered
     if not wanted:
         return {}
@@ -182,7 +183,7 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
                     count = len(flats[place].params)
                     together[key] = Together(flats[place], kind, [None] * count, [-1] * count)
                 together[key].shards[spec.index], together[key].numbers[spec.index] = value._local, number
-            elif any(isinstance(t, ShardTensor) or is_dtensor(t) for t in matrix_state.tensors_of(value)):
+            elif any(isinstance(t, ShardTensor) or is_dtensor(t) for t in state_tree.tensors_of(value)):
                 alone.append((number, kind, value))
     chosen = sorted(together)
     same: list[Any] = [(*key, [number >= 0 for number in together[key].numbers]) for key in chosen]
@@ -218,7 +219,7 @@ def full_values(
         yield pieces
         pieces.clear()  # the caller's variable still refers to the list, and the next buffer is gathered now
     for number, kind, value in cut.alone:
-        yield [(number, kind, matrix_state.mapped(value, _full))]
+        yield [(number, kind, state_tree.mapped(value, _full))]
     for number, (source, description) in elsewhere.items():
         entries = matrix_state.sent(runtime, state, number, source, description, wanted, what)
         yield [(number, None, entries)] if wanted else []
@@ -304,13 +305,13 @@ def by_number(
         in_place: copy shards into the optimizer's own state if it has any; its old values are lost.
     """
     elsewhere = elsewhere or {}
-    state: dict[Any, Any] = {key: matrix_state.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
+    state: dict[Any, Any] = {key: state_tree.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
     counters = counters_in((p, state_dict["state"].get(names[id(p)])) for p in params_of(optimizer))
     for number, p in enumerate(params_of(optimizer)):
         entries = state_dict["state"].get(names[id(p)])
         if entries and id(p) in elsewhere:
             if not elsewhere[id(p)]:
-                state[number] = matrix_state.copied(matrix_state.local(entries))  # torch may keep what it is given
+                state[number] = state_tree.copied(state_tree.local(entries))  # torch may keep what it is given
         elif entries:
             own = optimizer.state.get(p, {}) if in_place else {}
             state[number] = {key: own_shard(p, key, value, counters, own.get(key)) for key, value in entries.items()}
@@ -366,7 +367,7 @@ def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any
     `counters` is what :func:`~..optim.registry.counters_in` finds in the whole state, here and below.
     """
     if not isinstance(value, torch.Tensor):
-        return matrix_state.local(value) if isinstance(param, ShardTensor) else value
+        return state_tree.local(value) if isinstance(param, ShardTensor) else value
     if isinstance(value, ShardTensor) or not is_cut(param, key, value.shape, counters):
         value = local_of(value) if isinstance(param, ShardTensor) else value
         return value.clone()  # torch may keep what it is given
@@ -445,7 +446,7 @@ def mismatches(
             elif isinstance(param, ShardTensor):
                 # State that is not sharded like the parameter must be full.
                 cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape, counters)
-                for tensor in matrix_state.tensors_of(value):
+                for tensor in state_tree.tensors_of(value):
                     problems += misplaced(tensor, param._spec.part if cut else None, f"{name}: {key}")
     return missing, unexpected, problems
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...optim import state_tree
 from ...optim.engines_of_optimizer import params_of
 from ...optim.matrix import state as matrix_state
 from ...runtime.runtime import Runtime
@@ -128,7 +129,7 @@ class OptimizerStream:
             slots.append(Slot(torch.Size(tensor.shape), tensor.dtype))
             return slots[-1]
 
-        return matrix_state.mapped(value, slot)
+        return state_tree.mapped(value, slot)
 
     @property
     def nbytes(self) -> int:
@@ -149,4 +150,4 @@ class OptimizerStream:
 
     def _pairs(self, gathered: list[tuple[int, Any, Any]]) -> Iterable[tuple[Slot, torch.Tensor]]:
         for number, kind, value in gathered:
-            yield from zip(self._slots[number, kind], matrix_state.tensors_of(value), strict=True)
+            yield from zip(self._slots[number, kind], state_tree.tensors_of(value), strict=True)

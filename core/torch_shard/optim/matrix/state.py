@@ -17,30 +17,25 @@ import torch
 from ...comm.collective_steps import broadcast
 from ...comm.consensus import agree
 from ...errors import ShardError
-from ...layout.dtensor_placement import is_dtensor, local_of
+from ...layout.dtensor_placement import is_dtensor
 from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
-from ...shard_tensor.wrapper_subclasses import Taken, is_wrapper, take
 from ...unit.unit import unit_of
 from ..engines_of_optimizer import params_of, runtime_of, runtimes_of
 from ..registry import has_linear_work, kind_of, kind_of_step
+from ..state_tree import Sent, local, mapped, tensors_of
 
 __all__ = [
-    "Sent",
     "collect",
-    "copied",
     "descriptions",
     "elsewhere",
     "everyone",
     "give_owners",
     "is_matrix",
-    "local",
-    "mapped",
     "move_to_owners",
     "sent",
     "stages_of",
-    "tensors_of",
 ]
 
 _SMALL = 4 << 20  # bytes of parameters; smaller units are exchanged together, because each message costs time
@@ -238,15 +233,6 @@ def _kind(entries: Any) -> int:
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-class Sent:
-    """The place of a tensor in a description that is sent ahead of it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.stride = tensor.stride()
-        self.nbytes = tensor.numel() * tensor.element_size()
-
-
 def collect(
     runtime: Runtime,
     state: MutableMapping[int, Any],
@@ -286,7 +272,7 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
         runtime, state, count, what: as for :func:`collect`.
 
     Returns:
-        On all ranks, by number: the first rank that has entries, and these with a :class:`Sent` for each tensor.
+        On all ranks, by number: the first rank that has entries, and these with a :class:`~..state_tree.Sent` for each tensor.
     """
     c = runtime.collectives
     if c.world == 1 or c.backend == "fake":
@@ -340,51 +326,6 @@ def sent(
             found.append(memory.cpu().view(place.dtype).as_strided(place.shape, place.stride))
     values = iter(found)
     return mapped(description, lambda _: next(values)) if wanted else None
-
-
-# -- values that hold tensors -----------------------------------------------------------------------------------------
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the plain tensors in nested dicts, lists and tuples, and in tensors that hold others, in order.
-
-    An optimizer may keep such values under one key.
-    """
-    if is_wrapper(value):
-        value = take(value)
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Taken):
-        value = value.parts
-    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for child in children for tensor in tensors_of(child)]
-
-
-def mapped(value: Any, change: Any) -> Any:
-    """Return `value` with new containers, in which `change` was called with each plain tensor or :class:`Sent`."""
-    if is_wrapper(value):
-        value = take(value)
-    if isinstance(value, Taken):
-        return value.mapped(lambda part: mapped(part, change))
-    if isinstance(value, (torch.Tensor, Sent)):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(child, change) for key, child in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(child, change) for child in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(child, change) for child in value)
-    return value
-
-
-def local(value: Any) -> Any:
-    """Return `value` with this rank's part of each DTensor, which shares its memory."""
-    return mapped(value, local_of)
-
-
-def copied(value: Any, device: str | None = None) -> Any:
-    """Return `value` with a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
-    return mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
 
 
 def _described(value: Any) -> Any:
