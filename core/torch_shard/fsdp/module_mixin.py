@@ -66,9 +66,8 @@ class WrappedModule:
                 t.device.type == "meta" for t in (*module.parameters(), *module.buffers())
             ):
                 deferred_wrap.engine_around(module)
-            if assign and not deferred_wrap.is_pending(
-                module
-            ):  # parameters have memory now, to which values are copied
+            # Parameters have memory now, to which values are copied.
+            if assign and not deferred_wrap.is_pending(module):
                 assign = any(
                     isinstance(given := state_dict.get(name), torch.Tensor) and given.dtype != own.dtype
                     for name, own in (*module.named_parameters(), *module.named_buffers())

@@ -65,9 +65,8 @@ class FlatBuffer:
         self.sharded = unit.sharded  # the shard group has several ranks
         self.placed = tuple(placed) or (None,) * len(layout.slots)
         self.distributed = any(self.placed)  # some parameters are DTensors
-        self.split = any(
-            p is not None and p.part is not None for p in self.placed
-        )  # tensor parallelism cuts all of them
+        # Tensor parallelism cuts all of them.
+        self.split = any(p is not None and p.part is not None for p in self.placed)
         self.params: list[ShardTensor] = []
         self.host = HostShard(unit.host, shard, self.params) if unit.host is not None else None
         for index in range(len(layout.slots)):
@@ -120,9 +119,8 @@ class FlatBuffer:
         # What this rank's slot of the full buffer held after the unshard, unless that is the shard, cast:
         self._sent: torch.Tensor | None = None  # ... quantized, as it was sent
         self._edited: torch.Tensor | None = None  # ... as a forward's edits have left it
-        self.gathers = (
-            self.sharded or self.casts or self.host is not None
-        )  # the unsharded parameters have memory of their own
+        # The unsharded parameters have memory of their own.
+        self.gathers = self.sharded or self.casts or self.host is not None
         self.nbytes = self.layout.numel * compute.itemsize
         n = len(self.layout.slots)
         if self.gathers:

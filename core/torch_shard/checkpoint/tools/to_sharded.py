@@ -134,9 +134,8 @@ class _Planner(SavePlanner):
             return {key: self.fill(value) for key, value in tree.items()}
         if isinstance(tree, list):
             return [self.fill(value) for value in tree]
-        return _read(
-            tree
-        )  # a dict with other keys, which have no names in a checkpoint, is one object with its tensors
+        # A dict with other keys, which have no names in a checkpoint, is one object with its tensors.
+        return _read(tree)
 
     def optimizer(self, own: SavedOptimizer) -> dict[str, Any]:
         """Return an optimizer's state dict, by name if the names are known."""
