@@ -107,7 +107,8 @@ _MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] 
 def test_it_is_known_which_layers_autocast_casts(name: str) -> None:
     make, call = _MODULES[name]
     module = make()
-    with _Casts() as casts, torch.autocast("cpu", BF16):
+    # oneDNN has no LSTM in bf16 on every processor. What autocast casts does not depend on it.
+    with _Casts() as casts, torch.autocast("cpu", BF16), torch.backends.mkldnn.flags(enabled=False):
         call(module)
     for own, p in module.named_parameters(recurse=False):
         assert is_cast(module, own, p) == (p.data_ptr() in casts.found), own
