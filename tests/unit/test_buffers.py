@@ -35,3 +35,16 @@ def test_a_copy_computes_with_plain_parameters_of_its_own(rank: int) -> None:
             each(batch(rank, 0).float())
     assert not any(isinstance(weight, torch_shard.ShardTensor) for weight in found)
     assert found[0] is not found[1]
+
+
+@ranks(2)
+def test_modules_find_the_users_attributes_on_parameters_whatever_else_these_hold(rank: int) -> None:
+    model = MLP()
+    torch_shard.shard(model, unit_bytes=300)
+    weight = model.head.weight
+    weight.scale = 3.0
+    del weight._is_param  # set by torch, and by another version perhaps not
+    found = []
+    model.head.register_forward_pre_hook(lambda module, args: found.append(module.weight.scale))
+    model(batch(rank, 0).float())
+    assert found == [3.0]

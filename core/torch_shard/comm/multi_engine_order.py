@@ -55,15 +55,10 @@ class EngineOrder:
         """Add an engine, by its runtime."""
         self._engines_here.add(runtime)
 
-    def drop_secondary_shards(self) -> None:
-        """Drop the secondary shards of the units of *all* engines, after a backward has ended.
-
-        A frozen model, say a teacher, may never have a backward of its own that drops them. If one comes later after all, it
-        gathers from all ranks.
-        """
-        for runtime in self._engines_here:
-            for unit in runtime.units:
-                unit.drop_secondary_shards()
+    @property
+    def engines(self) -> list[Any]:
+        """The runtimes of all engines over these process groups that are still in use."""
+        return list(self._engines_here)
 
     def begin(self, runtime: Any, task: int) -> None:
         """Note that a backward through an engine begins, which ends with the graph task `task`."""

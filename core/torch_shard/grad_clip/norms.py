@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..comm.collectives import Collectives
-from ..offload.pending_writes import flat_of
+from ..shard_tensor.host_memory import flat_of
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unshard.scattered_values import reduced_grad_of

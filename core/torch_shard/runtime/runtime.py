@@ -400,8 +400,11 @@ class Runtime:
             unit.awaits_trigger = False
             unit.uses.clear()
             unit.kept.clear()
-        if self.engine_order is not None:
-            self.engine_order.drop_secondary_shards()
+        # A frozen model, say a teacher, may never have a backward of its own after which to drop its secondary shards. If one
+        # comes after all, it gathers from all ranks.
+        for runtime in self.engine_order.engines if self.engine_order is not None else ():
+            for unit in runtime.units:
+                unit.drop_secondary_shards()
         schedule.reshard_unused()
         self.collectives.drop_spares()  # to save memory between steps; a backward allocates the buffers again
         if self.syncing:

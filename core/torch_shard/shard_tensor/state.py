@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from ..offload.pending_writes import PendingWrites
     from .spec import ShardSpec
 
-__all__ = ["OWN_COUNT", "STATE", "ShardState", "is_unreduced"]
+__all__ = ["OWN_ATTRIBUTES", "STATE", "ShardState", "has_user_attributes", "is_unreduced"]
 
 STATE = "_shard_state"
 """The attribute of a ShardTensor that holds its :class:`ShardState`."""
-OWN_COUNT = 2
-"""The number of attributes of a sharded parameter to which the user has given none: :data:`STATE` and ``_is_param``."""
+OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
+"""Attributes of sharded and unsharded parameters that are not the user's."""
 
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
@@ -129,6 +129,11 @@ def _has(state: ShardState, slot: Any) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def has_user_attributes(param: torch.Tensor) -> bool:
+    """Return True if the user has given Python attributes to a sharded parameter."""
+    return bool(param.__dict__.keys() - OWN_ATTRIBUTES)
 
 
 def is_unreduced(grad: torch.Tensor | None) -> bool:

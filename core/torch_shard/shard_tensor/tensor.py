@@ -18,7 +18,7 @@ import torch
 
 from ..errors import ShardPicklingError
 from ..layout.flat_layout import Box
-from ..offload.pending_writes import pending_writes_of
+from .host_memory import pending_writes_of
 from .spec import ShardSpec, boxes_in, broadcast_shard, same_cut, shard_of_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad

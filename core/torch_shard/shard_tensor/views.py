@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import LayoutError
-from ..offload.pending_writes import pending_writes_of
+from .host_memory import pending_writes_of
 from .spec import ShardSpec, gather_error
 from .tensor import ShardTensor
 

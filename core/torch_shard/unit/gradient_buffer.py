@@ -19,7 +19,7 @@ from ..config.param_dtypes import Dtypes
 from ..errors import ShardError
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.dtypes import widens
-from ..offload.pending_writes import flat_of
+from ..shard_tensor.host_memory import flat_of
 from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad

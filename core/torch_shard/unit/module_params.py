@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..shard_tensor.state import STATE
+from ..shard_tensor.state import OWN_ATTRIBUTES
 from ..shard_tensor.tensor import ShardTensor
 
-__all__ = ["OWN_ATTRIBUTES", "adopt", "copy_attributes", "held_by", "rebuild_flat_weights"]
-
-OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
-"""Attributes of sharded and unsharded parameters that are not the user's."""
+__all__ = ["adopt", "copy_attributes", "held_by", "rebuild_flat_weights"]
 
 
 def adopt(param: Any, original: Any) -> None:

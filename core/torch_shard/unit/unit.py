@@ -42,7 +42,6 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ReplacedParameterError, ShardError, UnitStateError
 from ..offload.host_shard import Crossing
-from ..shard_tensor.state import OWN_COUNT
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import inside_functional_call
 from ..utils.pytree import may_hold_tensors, tensors_in
@@ -386,8 +385,7 @@ class Unit:
             held: Any = slots.get(attribute)
             if held is param:  # else torch.func.functional_call has put a tensor there for one call
                 slots[attribute] = flat.unsharded_params[index]
-            if len(param.__dict__) > OWN_COUNT:
-                copy_attributes(param, flat.unsharded_params[index])
+            copy_attributes(param, flat.unsharded_params[index])
         for rnn in self._rnns:
             rebuild_flat_weights(rnn)
         for flat in self.flats:

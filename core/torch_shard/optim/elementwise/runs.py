@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from ...errors import ShardError
-from ...offload.pending_writes import flat_of, shard_of
-from ...shard_tensor.state import OWN_COUNT, STATE
+from ...shard_tensor.host_memory import flat_of, shard_of
+from ...shard_tensor.state import STATE, has_user_attributes
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad, set_own_grad
 from ...unit.flat_buffer import FlatBuffer
@@ -204,15 +204,14 @@ class Runs:
         return flat.dtype, flat.rounding is not None, flat.memory.device  # one of two models may be in host memory
 
     def _stands_out(self, p: ShardTensor) -> bool:
-        return self._attributes and len(p.__dict__) > OWN_COUNT
+        return self._attributes and has_user_attributes(p)
 
     def _all_attributes(self) -> list[Any]:
         """Return names and values of the users' attributes. A value that the user edits in place stays the same object."""
         found: list[Any] = []
         for p in self.params:
-            own = p.__dict__
-            if len(own) > OWN_COUNT:
-                found += (p, *own, *own.values())
+            if has_user_attributes(p):
+                found += (p, *p.__dict__, *p.__dict__.values())
         return found
 
     def _shard(self, i: int) -> torch.Tensor:

@@ -20,7 +20,8 @@ import torch
 from ...errors import DiskError
 from ...offload.host import Host
 from ...offload.host_thread import TaskGroup
-from ...offload.pending_writes import Work, flat_of
+from ...offload.pending_writes import Work
+from ...shard_tensor.host_memory import flat_of
 from ...shard_tensor.tensor import ShardTensor
 from ...shard_tensor.unsharded_param import own_grad
 from ...unit.flat_buffer import FlatBuffer
@@ -223,7 +224,7 @@ def _gradients(flat: FlatBuffer) -> list[Any]:
 
 
 def _note_pending_writes(flat: FlatBuffer, step: FlatStep) -> None:
-    """Note whose writes the state waits for; see :func:`~torch_shard.offload.pending_writes.pending_writes_of`."""
+    """Note whose writes the state waits for; see :func:`~torch_shard.shard_tensor.host_memory.pending_writes_of`."""
     assert flat.host is not None
     for base in (flat_of(value) for runs in step.all_runs for value in runs.elements):
         if base is not None and not hasattr(base, "_pending_writes"):
