@@ -4,9 +4,9 @@
 
     @ranks(2)
     def test_a_row(rank, world_size):
-        pair = Pair(lambda: MLP(), rank, world_size, unit_bytes=300)
-        for step in range(3):
-            pair.step(lambda model, x: model(x).pow(2).mean().backward(), batch(rank, step))
+        pair = Pair(MLP, rank, world_size, unit_bytes=300)
+        pair.train(0, 1)
+        pair.step(lambda model, x: model(x).pow(2).mean().backward(), batch(rank, 2))
         pair.check()
 
 The plain copy sees the same batch of this rank; its gradients are then averaged over the ranks, as DDP does it. All in
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.compat.modes import COMPUTED, STORED, as_computed, mixed, sums_in_low_precision, tolerance
@@ -56,6 +57,21 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Checkpointed(MLP):
+    """Recomputes its blocks in backward, so many at a time."""
+
+    def __init__(self, reentrant: bool = False, span: int = 1, blocks: int = 3) -> None:
+        super().__init__(blocks=blocks)
+        self.reentrant, self.span = reentrant, span
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for first in range(0, len(self.blocks), self.span):
+            run = self.blocks[first] if self.span == 1 else nn.Sequential(*self.blocks[first : first + self.span])
+            x = checkpoint(run, x, use_reentrant=self.reentrant)
+        return self.head(x)
 
 
 def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
@@ -158,6 +174,34 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
+def loss_of(output: Any) -> torch.Tensor:
+    """A scalar of every tensor in an output, each of them with a weight of its own."""
+    total: Any = 0.0
+    for i, tensor in enumerate(_tensors(output)):
+        total = total + (i + 1) * (tensor.pow(2).mean() + tensor.sin().mean())
+    return total
+
+
+def _tensors(output: Any) -> Iterable[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dict__"):
+        yield from _tensors(vars(output))
+
+
+def plain_backward(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward, loss, backward: what most rows do."""
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss.detach()
+
+
 class Pair:
     """A sharded model and its plain copy, each with its optimizer.
 
@@ -165,6 +209,7 @@ class Pair:
         build: makes the model; called once, with seed 0, and copied before sharding. Cast to float64 unless `double` is
             False.
         optimizer: makes an optimizer for a model; SGD(lr=0.1) over the trainable parameters by default.
+        prepare: called with each model before sharding, for what a copy of a model would lack: hooks on parameters, say.
         overrides: settings for ``torch_shard.shard``; units are small by default, so that there are several.
     """
 
@@ -176,6 +221,7 @@ class Pair:
         *,
         optimizer: Callable[[nn.Module], Any] = _sgd,
         double: bool = True,
+        prepare: Callable[[nn.Module], Any] | None = None,
         **overrides: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -184,6 +230,8 @@ class Pair:
         if double:
             self.model = self.model.double()
         self.plain = as_computed(copy.deepcopy(self.model))
+        if prepare is not None:
+            self.each(prepare)
         self.engine = torch_shard.shard(self.model, **{"unit_bytes": 500, "timeout": 20.0, **overrides})
         self.optimizer, self.plain_optimizer = optimizer(self.model), optimizer(self.plain)
 
@@ -215,33 +263,18 @@ class Pair:
         """Parameters and buffers agree. Collective."""
         same_params(self.model, self.plain)
 
+    def train(self, *steps: int, run: Callable[..., Any] = plain_backward) -> None:
+        """Train on this rank's batches of these steps, then check. Collective."""
+        for step in steps:
+            self.step(run, batch(self.rank, step))
+        self.check()
 
-def loss_of(output: Any) -> torch.Tensor:
-    """A scalar of every tensor in an output, each of them with a weight of its own."""
-    total: Any = 0.0
-    for i, tensor in enumerate(_tensors(output)):
-        total = total + (i + 1) * (tensor.pow(2).mean() + tensor.sin().mean())
-    return total
-
-
-def _tensors(output: Any) -> Iterable[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dict__"):
-        yield from _tensors(vars(output))
-
-
-def plain_backward(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward, loss, backward: what most rows do."""
-    loss = loss_of(model(*args, **kwargs))
-    loss.backward()
-    return loss.detach()
+    def copied(self, optimizer: Callable[[nn.Module], Any] = _sgd) -> Pair:
+        """Deep copies of both models, with optimizers of their own."""
+        other = copy.copy(self)
+        other.model, other.plain = self.each(copy.deepcopy)
+        other.optimizer, other.plain_optimizer = other.each(optimizer)
+        return other
 
 
 def train_both(
@@ -287,10 +320,32 @@ def train_alike(
             optimizer.zero_grad()
 
 
-def groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: weight decay for all but biases and norms, which have a rate of their own."""
-    named = list(model.named_parameters())
-    plainly = [p for n, p in named if n.endswith("bias") or "norm" in n]
-    decayed = [p for n, p in named if not (n.endswith("bias") or "norm" in n)]
-    assert plainly and decayed
-    return [{"params": decayed, "weight_decay": 0.3}, {"params": plainly, "weight_decay": 0.0, "lr": 0.02}]
+def train_as_ddp(
+    build: Callable[[], nn.Module],
+    run: Callable[[nn.Module, Callable[[], Any], int], Any],
+    *,
+    steps: int = 3,
+    broadcast_buffers: bool = True,
+    **settings: Any,
+) -> tuple[nn.Module, nn.Module]:
+    """Train a sharded model, and a copy of it under DDP, for some steps with ``run(model, no_sync, step)``; return both.
+
+    Gradients and buffers are compared at every step.
+    """
+    torch.manual_seed(0)
+    model = build().double()
+    plain = as_computed(copy.deepcopy(model))
+    ddp = nn.parallel.DistributedDataParallel(plain, broadcast_buffers=broadcast_buffers)
+    settings = {"unit_bytes": 500, "timeout": 20.0, "broadcast_buffers": broadcast_buffers, **settings}
+    engine = torch_shard.shard(model, **settings)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
+    for step in range(steps):
+        run(model, engine.no_sync, step)
+        run(ddp, ddp.no_sync, step)
+        same_grads(model, plain)
+        for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
+            same(b, c, f"{name} in step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, ddp

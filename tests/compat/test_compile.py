@@ -33,6 +33,13 @@ def in_place(model: nn.Module, **options: Any) -> Callable[..., Any]:
     return model
 
 
+def wrapped_blocks(model: Any, **options: Any) -> Callable[..., Any]:
+    """Before sharding; :func:`torch.compile` puts a module of its own around each block."""
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, **options)
+    return model
+
+
 WAYS = [blocks, whole, in_place]
 
 
@@ -63,41 +70,45 @@ def train(
             optimizer.zero_grad()
 
 
-@ranks(2, timeout=120)
+@ranks(2, exhaustive=(3,), timeout=120)
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("way", quick(WAYS, [whole]))
+@pytest.mark.parametrize("way", quick([*WAYS, wrapped_blocks], [whole]))
 def test_it_trains_like_plain_without_recompiling_after_the_second_step(way, strategy, rank):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP().double()
     plain = as_computed(copy.deepcopy(model))
+    if way is wrapped_blocks:
+        way(model, backend="aot_eager")
     torch_shard.shard(model, strategy=strategy, unit_bytes=500, timeout=60.0)
-    train(way(model, backend="aot_eager"), model, plain, rank, None, {"rtol": 1e-9, "atol": 1e-10})
+    function = model if way is wrapped_blocks else way(model, backend="aot_eager")
+    train(function, model, plain, rank, None, {"rtol": 1e-9, "atol": 1e-10})
 
 
-@pytest.mark.exhaustive
-@ranks(2, timeout=120)
-@pytest.mark.parametrize("way", [whole, *exhaustive(blocks, in_place)])
-def test_mixed_precision_compiles_as_well(way, rank):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = MLP()
-    plain = as_computed(copy.deepcopy(model))
-    torch_shard.shard(model, unit_bytes=500, timeout=60.0, precision=torch.bfloat16)
+CASES = {
+    "inductor": ({"backend": "inductor"}, {"unit_bytes": 300}, None, {"rtol": 1e-4, "atol": 1e-5}),
     # Compiled graphs may keep what eager rounds to bf16 in between.
-    train(way(model, backend="aot_eager"), model, plain, rank, torch.bfloat16, {"rtol": 0.05, "atol": 0.02})
+    "bfloat16": (
+        {"backend": "aot_eager"},
+        {"unit_bytes": 500, "precision": torch.bfloat16},
+        torch.bfloat16,
+        {"rtol": 0.05, "atol": 0.02},
+    ),
+}
 
 
 @pytest.mark.exhaustive
 @ranks(2, timeout=400)
 @pytest.mark.parametrize("way", WAYS)
-def test_inductor_trains_like_plain(way, rank):
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_and_mixed_precision_train_like_plain(case, way, rank):
+    options, settings, low, tolerance = CASES[case]
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP()
     plain = as_computed(copy.deepcopy(model))
-    torch_shard.shard(model, unit_bytes=300, timeout=200.0)
-    train(way(model, backend="inductor"), model, plain, rank, None, {"rtol": 1e-4, "atol": 1e-5})
+    torch_shard.shard(model, timeout=200.0, **settings)
+    train(way(model, **options), model, plain, rank, low, tolerance)
 
 
 @pytest.mark.exhaustive(usual=True)

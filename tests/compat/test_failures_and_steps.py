@@ -1,67 +1,20 @@
-"""Exceptions in the middle of a step, and optimizers that do more than one."""
+"""Optimizers whose step does more than one, fails, or is looked at from inside."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
-from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_params
-from tests.support.marks import exhaustive, seldom
+from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, train_both
+from tests.support.marks import seldom
 from tests.support.ranks import ranks
 
 
 class Oops(Exception):
     pass
-
-
-def fails_in_backward(model, x, where):
-    def fail(_):
-        raise Oops
-
-    loss = loss_of(model(x))
-    handle = None
-    if where == "loss":
-        loss.register_hook(fail)
-    else:
-        handle = dict(model.named_parameters())[where].register_hook(fail)
-    with pytest.raises(Oops):
-        loss.backward()
-    if handle is not None:
-        handle.remove()
-
-
-@pytest.mark.parametrize("where", ["loss", *seldom("blocks.1.up.weight"), *exhaustive("head.weight", "inp.weight")])
-@ranks(2)
-def test_an_exception_in_backward_and_then_a_step(rank, world_size, where):
-    pair = Pair(MLP, rank, world_size)
-    for step in range(3):
-        pair.each(fails_in_backward, batch(rank, 10 + step), where)
-        pair.each(lambda model: model.zero_grad())
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
-
-
-@pytest.mark.parametrize("forward_hook", [False, *seldom(True)])
-@ranks(2)
-def test_an_exception_in_forward_and_then_a_step(rank, world_size, forward_hook):
-    pair = Pair(MLP, rank, world_size)
-
-    def fails(model, x):
-        def fail(*_):
-            raise Oops
-
-        block = model.blocks[1]
-        handle = (block.up.register_forward_hook if forward_hook else block.norm.register_forward_pre_hook)(fail)
-        with pytest.raises(Oops):
-            model(x)
-        handle.remove()
-
-    for step in range(3):
-        pair.each(fails, batch(rank, 10 + step))
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
 
 
 class SAM(torch.optim.SGD):
@@ -123,10 +76,7 @@ class Decayed(torch.optim.Adam):
 
 @ranks(2)
 def test_an_optimizer_subclass_that_calls_super_step(rank, world_size):
-    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Decayed(m.parameters(), lr=0.01))
-    for step in range(4):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    train_both(MLP, rank, world_size, optimizer=lambda m: Decayed(m.parameters(), lr=0.01), steps=4)
 
 
 class Interrupted(torch.optim.SGD):
@@ -138,35 +88,35 @@ class Interrupted(torch.optim.SGD):
         return super().step(closure)
 
 
+def _fail(*_):
+    raise Oops
+
+
+@contextlib.contextmanager
+def _failing(how, optimizer):
+    """Let a step fail; yield its closure."""
+    handle = optimizer.register_step_pre_hook(_fail) if how == "pre-hook" else None
+    optimizer.fails = how == "own step"
+    rate = optimizer.param_groups[0]["lr"]
+    if how == "inside":
+        optimizer.param_groups[0]["lr"] = "fast"
+    yield _fail if how == "closure" else None
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.fails = False
+    if handle is not None:
+        handle.remove()
+
+
 @pytest.mark.parametrize("how", ["closure", *seldom("pre-hook", "own step"), "inside"])
 @ranks(2)
 def test_an_exception_inside_the_optimizers_step(rank, world_size, how):
     pair = Pair(MLP, rank, world_size, optimizer=lambda m: Interrupted(m.parameters(), lr=0.1, momentum=0.9))
-
-    def fail(*_):
-        raise Oops
-
     for step in range(3):
         pair.backward(plain_backward, batch(rank, step))
         for optimizer in (pair.optimizer, pair.plain_optimizer):
-            if how == "closure":
-                with pytest.raises(Oops):
-                    optimizer.step(fail)
-            elif how == "pre-hook":
-                handle = optimizer.register_step_pre_hook(fail)
-                with pytest.raises(Oops):
-                    optimizer.step()
-                handle.remove()
-            elif how == "own step":
-                optimizer.fails = True
-                with pytest.raises(Oops):
-                    optimizer.step()
-                optimizer.fails = False
-            else:  # a group that cannot be stepped, behind one that could
-                optimizer.param_groups[0]["lr"], lr = "fast", optimizer.param_groups[0]["lr"]
-                with pytest.raises((TypeError, ValueError, RuntimeError)):
-                    optimizer.step()
-                optimizer.param_groups[0]["lr"] = lr
+            expected = (TypeError, ValueError, RuntimeError) if how == "inside" else Oops
+            with _failing(how, optimizer) as closure, pytest.raises(expected):
+                optimizer.step(closure)
         if how != "inside":
             pair.update()
             pair.check()
@@ -192,9 +142,7 @@ def test_a_step_hook_that_calls_state_dict(rank, world_size):
         return optimizer
 
     pair = Pair(MLP, rank, world_size, optimizer=build)
-    for step in range(3):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    pair.train(*range(3))
     n = len(list(pair.model.parameters()))
     # Both optimizers, before and after each step.
     assert seen == [(0, n), (n, n)] * 2 + [(n, n)] * 8
@@ -215,16 +163,3 @@ def test_a_step_hook_that_takes_the_full_state_dict(rank, world_size):
     state, _ = taken[0]
     for name, p in model.named_parameters():
         assert torch.equal(state[name], p.detach().full_tensor())
-
-
-@ranks(2)
-def test_a_training_loop_that_skips_bad_steps(rank, world_size):
-    pair = Pair(MLP, rank, world_size)
-    for step in range(4):
-        pair.backward(plain_backward, batch(rank, step))
-        if step % 2:
-            pair.each(lambda m: m.zero_grad())
-        else:
-            pair.update()
-    same_params(pair.model, pair.plain)
-    assert isinstance(pair.model, nn.Module)

@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads
+from tests.compat.harness import (
+    MLP,
+    Block,
+    Checkpointed,
+    Pair,
+    average_grads,
+    batch,
+    loss_of,
+    plain_backward,
+    same_grads,
+    train_both,
+)
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
 
@@ -43,21 +53,29 @@ def off(params: list[nn.Parameter]) -> Iterator[None]:
         p.requires_grad_(True)
 
 
+def _reentrant() -> nn.Module:
+    return Checkpointed(reentrant=True)
+
+
+REFERENCES = [
+    (MLP, a_block, False),
+    (Checkpointed, everything, False),
+    *seldom((MLP, everything, False), (MLP, one_of_a_unit, False), (_reentrant, everything, False)),
+    *exhaustive(*((MLP, part, True) for part in PARTS)),
+    *exhaustive(*((build, part, False) for build in (Checkpointed, _reentrant) for part in (a_block, one_of_a_unit))),
+]
+
+
 @ranks(1, 2, exhaustive=(3,))
-@pytest.mark.parametrize("part", MOSTLY_A_BLOCK)
-@pytest.mark.parametrize("recorded", [False, *exhaustive(True)])
-def test_a_frozen_reference_forward_before_the_backward_trains_like_plain(rank, world_size, part, recorded):
+@pytest.mark.parametrize(("build", "part", "recorded"), REFERENCES)
+def test_a_frozen_reference_forward_before_the_backward_trains_like_plain(rank, world_size, build, part, recorded):
     def run(model, x):
         h = model(x)
         with torch.set_grad_enabled(recorded), off(part(model)):
             reference = model(x.flip(0))
         (loss_of(h) + (h - reference.detach()).pow(2).mean()).backward()
 
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-    for step in range(3):
-        pair.step(run, batch(rank, step))
-    pair.step(plain_backward, batch(rank, 3))
-    pair.check()
+    train_both(build, rank, world_size, run=run, unit_bytes=300).train(3)
 
 
 @ranks(2)
@@ -70,10 +88,7 @@ def test_two_forwards_under_different_flags_in_one_loss_train_like_plain(rank, w
         last = model(x * 2)
         (loss_of([h, other, last]) / 4).backward()  # gradients of about 1: mixed precision rounds sums of larger ones
 
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-    for step in range(3):
-        pair.step(run, batch(rank, step))
-    pair.check()
+    train_both(MLP, rank, world_size, unit_bytes=300, run=run)
 
 
 @ranks(1, 2)
@@ -84,11 +99,7 @@ def test_flags_turned_on_behind_a_forward_give_no_gradient_as_in_plain(rank, wor
             h = model(x.clone().requires_grad_())
         loss_of(h).backward()
 
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-    for step in range(2):
-        pair.step(run, batch(rank, step))
-    pair.step(plain_backward, batch(rank, 2))
-    pair.check()
+    train_both(MLP, rank, world_size, run=run, steps=2, unit_bytes=300).train(2)
 
 
 @ranks(2)
@@ -99,54 +110,43 @@ def test_parameters_frozen_behind_the_forward_get_no_gradient_as_in_plain(rank, 
         with off(part(model)):
             loss_of(h).backward()
 
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
+    train_both(MLP, rank, world_size, run=run, steps=2, unit_bytes=300).train(2)
+
+
+def _accumulate(pair: Pair, rank: int, run: Callable[..., None], count: int) -> None:
+    """Take two steps of `count` backwards each, of which the last one reduces."""
     for step in range(2):
-        pair.step(run, batch(rank, step))
-    pair.step(plain_backward, batch(rank, 2))
+        for micro in range(count):
+            last = micro == count - 1
+            for model in (pair.model, pair.plain):
+                with contextlib.nullcontext() if last or model is pair.plain else pair.engine.no_sync():
+                    run(model, batch(rank, count * step + micro), last)
+        average_grads(pair.plain)
+        same_grads(pair.model, pair.plain)
+        pair.update()
     pair.check()
 
 
 @ranks(2)
 @pytest.mark.parametrize("part", MOSTLY_ONE_OF_A_UNIT)
 def test_frozen_reference_forwards_under_accumulation_train_like_plain(rank, world_size, part):
-    def run(model, x, sync):
-        context = contextlib.nullcontext() if sync or model is pair.plain else pair.engine.no_sync()
-        with context:
-            h = model(x)
-            with torch.no_grad(), off(part(model)):
-                reference = model(x.flip(0))
-            (loss_of(h) + (h - reference).pow(2).mean()).backward()
+    def run(model, x, last):
+        h = model(x)
+        with torch.no_grad(), off(part(model)):
+            reference = model(x.flip(0))
+        (loss_of(h) + (h - reference).pow(2).mean()).backward()
 
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-    for step in range(2):
-        for micro in range(3):
-            pair.each(run, batch(rank, 3 * step + micro), micro == 2)
-        average_grads(pair.plain)
-        same_grads(pair.model, pair.plain)
-        pair.update()
-    pair.check()
+    _accumulate(Pair(MLP, rank, world_size, unit_bytes=300), rank, run, 3)
 
 
 @ranks(2)
 @pytest.mark.parametrize("part", MOSTLY_A_BLOCK)
 def test_what_was_accumulated_is_reduced_by_a_backward_without_those_parameters(rank, world_size, part):
-    def run(model, x, sync):
-        context = contextlib.nullcontext() if sync or model is pair.plain else pair.engine.no_sync()
-        with context:
-            if sync:
-                with off(part(model)):
-                    loss_of(model(x.clone().requires_grad_())).backward()
-            else:
-                loss_of(model(x)).backward()
+    def run(model, x, last):
+        with off(part(model)) if last else contextlib.nullcontext():
+            loss_of(model(x.clone().requires_grad_() if last else x)).backward()
 
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-    for step in range(2):
-        for sync in (False, True):
-            pair.each(run, batch(rank, 2 * step + sync), sync)
-        average_grads(pair.plain)
-        same_grads(pair.model, pair.plain)
-        pair.update()
-    pair.check()
+    _accumulate(Pair(MLP, rank, world_size, unit_bytes=300), rank, run, 2)
 
 
 @ranks(2)
@@ -167,63 +167,20 @@ def test_several_backwards_behind_a_frozen_reference_forward_train_like_plain(ra
     pair.check()
 
 
-class Checkpointed(MLP):
-    reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("build", [Checkpointed, *seldom(Reentrant)])
-@pytest.mark.parametrize("part", [everything, *exhaustive(a_block, one_of_a_unit)])
-def test_checkpointed_blocks_with_a_frozen_reference_forward_train_like_plain(rank, world_size, build, part):
-    def run(model, x):
-        h = model(x)
-        with torch.no_grad(), off(part(model)):
-            reference = model(x.flip(0))
-        (loss_of(h) + (h - reference).pow(2).mean()).backward()
-
-    pair = Pair(build, rank, world_size, unit_bytes=300)
-    for step in range(2):
-        pair.step(run, batch(rank, step))
-    pair.check()
-
-
+@pytest.mark.parametrize("by", ["autograd.grad", "inputs"])
 @ranks(2)
-def test_gradients_by_autograd_behind_a_frozen_reference_forward_equal_the_plain_ones(rank, world_size):
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-
+def test_gradients_of_given_parameters_behind_a_frozen_reference_forward_train_like_plain(rank, world_size, by):
     def run(model, x):
         h = model(x)
         with torch.no_grad(), off(everything(model)):
             model(x)
-        return torch.autograd.grad(h.sum(), list(model.parameters()))
+        if by == "inputs":
+            loss_of(h).backward(inputs=[model.head.weight, model.blocks[0].up.weight])
+        else:
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(h), everything(model)), strict=True):
+                p.grad = g
 
-    ours, theirs = pair.each(run, batch(0, 0))
-    for a, b in zip(ours, theirs, strict=True):
-        same(a, b)
-
-
-@ranks(2)
-def test_gradients_of_some_inputs_behind_a_frozen_reference_forward_train_like_plain(rank, world_size):
-    def run(model, x):
-        h = model(x)
-        with torch.no_grad(), off(everything(model)):
-            model(x)
-        loss_of(h).backward(inputs=[model.head.weight, model.blocks[0].up.weight])
-
-    pair = Pair(MLP, rank, world_size, unit_bytes=300)
-    for step in range(2):
-        pair.step(run, batch(rank, step))
-    pair.check()
+    train_both(MLP, rank, world_size, unit_bytes=300, run=run, steps=2)
 
 
 @ranks(2)
@@ -242,9 +199,7 @@ def test_layers_frozen_while_a_graph_is_alive_are_still_gathered_for_later_backw
         pair.step(plain_backward, batch(rank, step))
     for model in (pair.model, pair.plain):
         model.requires_grad_(True)
-    for step in range(4, 6):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    pair.train(*range(4, 6))
 
 
 class Critic(nn.Module):

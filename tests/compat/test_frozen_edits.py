@@ -8,7 +8,7 @@ from torch import nn
 
 import torch_shard
 from tests.support.ranks import ranks
-from torch_shard.errors import NeedsGatherError, ShardError
+from torch_shard.errors import ShardError
 
 
 class Frozen(nn.Module):
@@ -78,22 +78,3 @@ def test_a_frozen_parameter_may_be_edited_without_gradients():
         model.second.bias.mul_(3)
     x = torch.ones(2, 4)
     torch.testing.assert_close(models[1](x), models[0](x), rtol=0, atol=0)
-
-
-EXPOSED = {
-    "data_ptr": lambda p: p.data_ptr(),
-    "numpy": lambda p: p.detach().numpy(),
-    "storage": lambda p: p.untyped_storage(),
-}
-
-
-@pytest.mark.parametrize("way", EXPOSED)
-@ranks(2)
-def test_addresses_are_not_given_away_while_gradients_are_recorded(way):
-    model = Frozen()
-    engine = torch_shard.shard(model)
-    for parameter in (model.second.weight, model.first.weight):
-        with pytest.raises(NeedsGatherError, match="gathered"):
-            EXPOSED[way](parameter)
-    with engine.gathered():
-        assert model.second.weight.data_ptr() != 0

@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import torch_shard
-from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.compat.harness import (
+    MLP,
+    Checkpointed,
+    Pair,
+    batch,
+    loss_of,
+    plain_backward,
+    same,
+    same_grads,
+    train_both,
+)
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
 
@@ -95,79 +104,55 @@ def test_two_losses_that_share_a_graph_train_like_plain(rank, world_size):
     train_both(MLP, rank, world_size, run=run)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant, spans):
-        super().__init__()
-        self.reentrant, self.spans = reentrant, spans
-        self.inp = nn.Linear(5, 7)
-        self.blocks = nn.ModuleList([Block(7) for _ in range(4)])
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x):
-        x = self.inp(x)
-        if self.spans:
-            for pair in (self.blocks[:2], self.blocks[2:]):
-                x = checkpoint(lambda h, pair=pair: pair[1](pair[0](h)), x, use_reentrant=self.reentrant)
-        else:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
-@pytest.mark.parametrize("spans", [False, *seldom(True)], ids=["each_block", "two_blocks"])
-def test_checkpointing_trains_like_plain(rank, world_size, strategy, reentrant, spans):
-    def build():
-        return Checkpointed(reentrant, spans)
-
-    train_both(build, rank, world_size, strategy=strategy)
+@pytest.mark.parametrize("span", [1, *seldom(2)])
+def test_checkpointing_trains_like_plain(rank, world_size, strategy, reentrant, span):
+    train_both(lambda: Checkpointed(reentrant, span, blocks=4), rank, world_size, strategy=strategy)
 
 
-class Failing(nn.Module):
-    """Raises in forward or in backward when told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 7), Fragile(), nn.Linear(7, 3)
-
-    def forward(self, x):
-        return self.c(self.b(self.a(x)))
+class Oops(Exception):
+    pass
 
 
-class Fragile(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(7, 7)
-        self.fail = ""
-
-    def forward(self, x):
-        h = self.lin(x)
-        if self.fail == "forward":
-            raise ZeroDivisionError("forward")
-        if self.fail == "backward":
-            h.register_hook(_raise)
-        return h
+def _fail(*_):
+    raise Oops
 
 
-def _raise(grad):
-    raise ZeroDivisionError("backward")
+FAILURES = {
+    "forward": lambda m: m.blocks[1].norm.register_forward_pre_hook(_fail),
+    "forward hook": lambda m: m.blocks[1].up.register_forward_hook(_fail),
+    "backward": lambda m: m.blocks[1].up.register_forward_hook(lambda module, args, out: out.register_hook(_fail) and None),
+    "hook of the last weight": lambda m: m.head.weight.register_hook(_fail),
+    "hook of a weight": lambda m: m.blocks[1].up.weight.register_hook(_fail),
+    "hook of the first weight": lambda m: m.inp.weight.register_hook(_fail),
+}  # fmt: skip
 
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize("where", [*seldom("forward"), "backward"])
+@pytest.mark.parametrize(
+    "where",
+    [*seldom("forward", "forward hook"), "backward", "hook of the loss", *seldom("hook of a weight"),
+     *exhaustive("hook of the last weight", "hook of the first weight")],
+)  # fmt: skip
 def test_an_exception_and_then_training_goes_on_like_plain(rank, world_size, strategy, where):
-    pair = Pair(Failing, rank, world_size, unit_bytes=100, strategy=strategy)
+    def fails(model, x):
+        handle = FAILURES[where](model) if where in FAILURES else None
+        with pytest.raises(Oops):
+            loss = loss_of(model(x))
+            if handle is None:
+                loss.register_hook(_fail)
+            loss.backward()
+        if handle is not None:
+            handle.remove()
+        model.zero_grad()
+
+    pair = Pair(MLP, rank, world_size, strategy=strategy)
     for step in range(4):
         if step in (0, 2):
-            for model in (pair.model, pair.plain):
-                model.b.fail = where
-                with pytest.raises(ZeroDivisionError):
-                    plain_backward(model, batch(rank, 50))
-                model.b.fail = ""
-                model.zero_grad()
+            pair.each(fails, batch(rank, 50 + step))
         pair.step(plain_backward, batch(rank, step))
     pair.check()
 
@@ -196,12 +181,12 @@ BACKWARDS = {
 }
 
 
-@pytest.mark.parametrize("how", BACKWARDS)
+@pytest.mark.parametrize(("how", "all_of_them"), [*((how, False) for how in BACKWARDS), *seldom(("keyword", True))])
 @ranks(2, exhaustive=(3,))
-def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, world_size, how):
+def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, world_size, how, all_of_them):
     def run(model, x):
         loss = loss_of(model(x))
-        BACKWARDS[how](loss, [model.blocks[1].up.weight, model.inp.bias])
+        BACKWARDS[how](loss, list(model.parameters()) if all_of_them else [model.blocks[1].up.weight, model.inp.bias])
 
     train_both(MLP, rank, world_size, run=run)
 
@@ -213,15 +198,6 @@ def test_backward_with_an_edge_of_the_graph_as_its_only_input(rank):
     x = batch(rank, 0).requires_grad_()
     loss_of(model(x)).backward(inputs=torch.autograd.graph.get_gradient_edge(x))
     assert x.grad is not None and all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.exhaustive(usual=True)
-@ranks(2, exhaustive=(3,))
-def test_backward_with_all_parameters_as_inputs_trains_like_plain(rank, world_size):
-    def run(model, x):
-        loss_of(model(x)).backward(inputs=list(model.parameters()))
-
-    train_both(MLP, rank, world_size, run=run)
 
 
 GRADS = {
@@ -259,6 +235,9 @@ def test_autograd_grad_for_an_unused_parameter_is_none_or_an_error_as_in_plain(r
         loss = loss_of(model.inp(batch(rank, 0)))
         found = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
         assert found[0] is not None and found[1] is None
+        zeros = torch.autograd.grad(loss, wanted, materialize_grads=True, retain_graph=True)
+        same(zeros[0], found[0])
+        same(zeros[1], torch.zeros_like(pair.plain.blocks[0].up.weight))
         with pytest.raises(RuntimeError, match="appears to not have been used"):
             torch.autograd.grad(loss, wanted)
 
@@ -281,20 +260,17 @@ def test_functional_call_with_other_values_gives_the_plain_results(rank, world_s
     pair.check()
 
 
-@pytest.mark.exhaustive(usual=True)
+GIVEN = {
+    "others": lambda m: {"head.weight": torch.full((3, 7), 0.3, dtype=torch.float64)},
+    "its own": lambda m: dict(m.named_parameters()),
+}
+
+
+@pytest.mark.parametrize("values", [*seldom("others"), "its own"])
 @ranks(2)
-def test_functional_call_with_some_other_values_trains_the_rest_like_plain(rank, world_size):
+def test_functional_call_with_some_values_trains_the_rest_like_plain(rank, world_size, values):
     def run(model, x):
-        w = torch.full((3, 7), 0.3, dtype=torch.float64)
-        loss_of(functional_call(model, {"head.weight": w}, (x,))).backward()
-
-    train_both(MLP, rank, world_size, run=run)
-
-
-@ranks(2)
-def test_functional_call_with_the_models_own_parameters_trains_like_plain(rank, world_size):
-    def run(model, x):
-        loss_of(functional_call(model, dict(model.named_parameters()), (x,))).backward()
+        loss_of(functional_call(model, GIVEN[values](model), (x,))).backward()
 
     train_both(MLP, rank, world_size, run=run)
 

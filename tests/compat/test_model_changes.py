@@ -43,8 +43,7 @@ def test_a_head_replaced_after_close_is_sharded_again(rank, world_size):
     for parameter, wanted in zip(pair.model.head.parameters(), pair.plain.head.parameters(), strict=True):
         same(parameter, wanted)
     pair.optimizer, pair.plain_optimizer = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pair.model, pair.plain))
-    pair.step(plain_backward, batch(rank, 1))
-    pair.check()
+    pair.train(1)
 
 
 @ranks(2)
@@ -134,26 +133,17 @@ def test_steps_written_by_hand(rank, world_size, strategy):
     pair.check()
 
 
-@ranks(2)
+@ranks(2, exhaustive=(3,))
 def test_deepcopy_and_then_training_both_copies(rank, world_size):
     pair = Pair(MLP, rank, world_size)
-    pair.step(plain_backward, batch(rank, 0))
-    twin, plain_twin = copy.deepcopy(pair.model), copy.deepcopy(pair.plain)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.2) for m in (twin, plain_twin)]
+    pair.train(0)
+    twin = pair.copied(lambda m: torch.optim.SGD(m.parameters(), lr=0.2))
     for step in range(1, 4):
         pair.step(plain_backward, batch(rank, step))
-        x = batch(rank, 10 + step)
-        plain_backward(twin, x)
-        plain_backward(plain_twin, x)
-        average_grads(plain_twin)
-        same_grads(twin, plain_twin)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        twin.step(plain_backward, batch(rank, 10 + step))
     pair.check()
-    same_params(twin, plain_twin)
-    third = copy.deepcopy(twin)
-    same_params(third, plain_twin)
+    twin.check()
+    twin.copied().check()
 
 
 @ranks(2)
@@ -162,8 +152,8 @@ def test_names_and_shapes_of_parameters_are_unchanged(rank, world_size):
 
     def described(model):
         return [
-            [(n, p.shape, p.stride(), p.dtype, p.requires_grad, p.is_leaf, isinstance(p, nn.Parameter))
-             for n, p in module.named_parameters()]
+            [(n, p.shape, p.stride(), p.ndim, p.dim(), p.numel(), p.size(0), len(p), p.dtype, p.requires_grad, p.is_leaf,
+              isinstance(p, nn.Parameter)) for n, p in module.named_parameters()]
             for module in (model, *model.children(), *model.blocks, model.blocks[0].up)
         ]  # fmt: skip
 
@@ -194,28 +184,6 @@ def test_a_model_built_on_meta_has_the_random_values_of_a_plain_one(rank, world_
         assert torch.equal(q.detach().full_tensor(), p.detach()), name
 
 
-class Buffered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.head(self.norm(x))
-
-
-@ranks(2)
-def test_a_model_built_on_meta_trains(rank, world_size):
-    torch.manual_seed(1)
-    plain = Buffered()
-    with torch.device("meta"):
-        model = Buffered()
-    torch.manual_seed(1)
-    torch_shard.shard(model, unit_bytes=50)
-    same_params(model, plain)
-    plain_backward(model, batch(rank, 0).float())
-
-
 @ranks(2)
 def test_initialisers_draw_the_values_of_the_plain_model(rank, world_size):
     pair = Pair(MLP, rank, world_size)
@@ -237,29 +205,18 @@ def test_initialisers_draw_the_values_of_the_plain_model(rank, world_size):
 
     pair.each(initialise)
     pair.check()
-    pair.step(plain_backward, batch(rank, 0))
-    pair.check()
+    pair.train(0)
 
 
 @ranks(2)
-def test_engine_apply_initialises_whole_parameters(rank, world_size):
+def test_an_initialiser_of_matrices_draws_the_plain_values_or_is_refused_by_name(rank, world_size):
     pair = Pair(MLP, rank, world_size)
-
-    def orthogonal(module):
-        if isinstance(module, nn.Linear):
-            nn.init.orthogonal_(module.weight)
-
     with pytest.raises(NeedsGatherError, match=r"down\.weight"):  # a wide one, which it transposes in place
         nn.init.orthogonal_(pair.model.blocks[0].down.weight)
     pair.check()
     for model in (pair.model, pair.plain):
         torch.manual_seed(1)
         nn.init.orthogonal_(model.inp.weight)
-    pair.check()
-    torch.manual_seed(2)
-    pair.engine.apply(orthogonal)
-    torch.manual_seed(2)
-    pair.plain.apply(orthogonal)
     pair.check()
 
 
@@ -284,16 +241,14 @@ def test_conversion_after_sharding_is_refused_by_name_and_changes_nothing(rank, 
     with pytest.raises(ShardError, match=r"inp\.weight|norm\.weight|\.bias"):
         CONVERSIONS[how](pair.model)
     pair.check()
-    pair.step(plain_backward, batch(rank, 1))
-    pair.check()
+    pair.train(1)
 
 
 @ranks(2)
 def test_conversions_that_change_nothing_are_allowed(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     pair.model.to("cpu").double().to(torch.float64).cpu().train()
-    pair.step(plain_backward, batch(rank, 0))
-    pair.check()
+    pair.train(0)
 
 
 @ranks(2)
@@ -328,22 +283,6 @@ def test_load_state_dict_with_assign_is_refused_by_name(rank, world_size):
     with pytest.raises(ShardError, match=r"inp\.weight|weight"):
         pair.model.load_state_dict(pair.plain.state_dict(), assign=True)
         plain_backward(pair.model, batch(rank, 1))
-
-
-@pytest.mark.exhaustive(usual=True)
-@ranks(2)
-def test_evaluation_under_inference_mode_between_training_steps(rank, world_size):
-    pair = Pair(MLP, rank, world_size)
-    with torch.inference_mode():  # also as the very first use
-        same(*pair.each(lambda m: m(batch(rank, 20))), "evaluation")
-    for step in range(3):
-        pair.step(plain_backward, batch(rank, step))
-        with torch.inference_mode():
-            pair.each(lambda m: m.eval())
-            same(*pair.each(lambda m: m(batch(rank, 30))), "evaluation")
-            same(*pair.each(lambda m: m.head(m.inp(batch(rank, 30)))), "evaluation of parts")
-            pair.each(lambda m: m.train())
-    pair.check()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same, same_grads, train_both
+from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_alike, train_as_ddp, train_both
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
@@ -149,15 +149,7 @@ def test_old_weight_norm(rank, world_size):
 
     model, plain = build(), build()
     torch_shard.shard(model, unit_bytes=100)
-    for step in range(3):
-        for m in (model, plain):
-            plain_backward(m, batch(rank, step))
-        average_grads(plain)
-        same_grads(model, plain)
-        for m in (model, plain):
-            optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(model, plain, [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)], rank)
 
 
 @ranks(2)
@@ -193,7 +185,8 @@ def test_direct_use_of_another_modules_weight(rank, world_size):
 def test_direct_use_of_a_weight_outside_of_forward(rank, world_size, strategy):
     def run(model, x):
         h = model.mid(model.body(x))
-        loss = loss_of(F.linear(h, model.head.weight, model.head.bias)) + model.mid.weight.pow(2).sum()
+        loss = loss_of(F.linear(h, model.head.weight, model.head.bias)) + loss_of(h @ model.head.weight.t())
+        loss = loss + model.mid.weight.pow(2).sum() + model.head.bias[1] * 2
         # Weighed by what each rank sees for itself: the mean over ranks counts, as under DDP.
         w = model.body.weight
         loss = loss + h.sum() * w.mean() + h.mean() * w.norm() + x.sum() * w.pow(2).sum() + x.mean() * w.max()
@@ -344,22 +337,10 @@ class ResNet(nn.Module):
 @pytest.mark.parametrize("broadcast_buffers", [True, *seldom(False)])
 @ranks(2)
 def test_a_resnet_has_gradients_and_buffers_as_under_ddp(rank, world_size, broadcast_buffers):
-    torch.manual_seed(0)
-    model = ResNet().double()
-    plain = as_computed(copy.deepcopy(model))
-    ddp = nn.parallel.DistributedDataParallel(plain, broadcast_buffers=broadcast_buffers)
-    torch_shard.shard(model, unit_bytes=2000, broadcast_buffers=broadcast_buffers)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain)]
-    for step in range(3):
-        x = images(rank, step, 3)
-        plain_backward(model, x)
-        plain_backward(ddp, x)
-        same_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
-            same(b, c, name)
+    def run(model, no_sync, step):
+        plain_backward(model, images(rank, step, 3))
+
+    model, ddp = train_as_ddp(ResNet, run, broadcast_buffers=broadcast_buffers, unit_bytes=2000)
     model.eval(), ddp.eval()
     with torch.no_grad():
         same(model(images(rank, 9, 3)), ddp(images(rank, 9, 3)), "evaluation")
@@ -369,25 +350,18 @@ def test_a_resnet_has_gradients_and_buffers_as_under_ddp(rank, world_size, broad
 @ranks(2)
 def test_a_loss_of_two_forwards_through_running_statistics_trains_as_under_ddp(rank, world_size):
     """Rank 0's buffers come before each forward, also when a graph has saved them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    plain = as_computed(copy.deepcopy(model))
-    ddp = nn.parallel.DistributedDataParallel(plain)
-    torch_shard.shard(model, unit_bytes=200)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
-    for step in range(3):
+
+    def run(model, no_sync, step):
         x, y = batch(rank, 2 * step), batch(rank, 2 * step + 1)
-        for m in (model, ddp):
-            between = m(x)
-            with torch.no_grad():
-                m(y)
-            (between - m(y)).square().mean().backward()
-        same_grads(model, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, b), c in zip(model.named_buffers(), plain.buffers(), strict=True):
-            same(b, c, name)
+        between = model(x)
+        with torch.no_grad():
+            model(y)
+        (between - model(y)).square().mean().backward()
+
+    def build():
+        return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    train_as_ddp(build, run, unit_bytes=200)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ from tests.compat.harness import (
     Pair,
     average_grads,
     batch,
-    groups_by_name,
     loss_of,
     plain_backward,
     same,
@@ -24,33 +23,12 @@ from tests.compat.harness import (
 )
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, quick, seldom
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 O = torch.optim
-OPTIMIZERS = {
-    "SGD": lambda p: O.SGD(p, lr=0.1),
-    "SGD momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "SGD for-loop": lambda p: O.SGD(p, lr=0.1, momentum=0.9, foreach=False),
-    "SGD fused": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "Adam": lambda p: O.Adam(p, lr=0.01),
-    "Adam amsgrad": lambda p: O.Adam(p, lr=0.01, amsgrad=True),
-    "AdamW for-loop": lambda p: O.AdamW(p, lr=0.01, foreach=False),
-    "AdamW foreach": lambda p: O.AdamW(p, lr=0.01, foreach=True),
-    "AdamW fused": lambda p: O.AdamW(p, lr=0.01, fused=True),
-    "AdamW tensor lr": lambda p: O.AdamW(p, lr=torch.tensor(0.01)),
-    "Adagrad": lambda p: O.Adagrad(p, lr=0.05),
-    "Adagrad fused": lambda p: O.Adagrad(p, lr=0.05, fused=True),
-    "RMSprop": lambda p: O.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "RMSprop for-loop": lambda p: O.RMSprop(p, lr=0.01, foreach=False),
-    "Adadelta": lambda p: O.Adadelta(p, lr=0.5),
-    "Adamax": lambda p: O.Adamax(p, lr=0.01),
-    "NAdam": lambda p: O.NAdam(p, lr=0.01),
-    "RAdam": lambda p: O.RAdam(p, lr=0.01),
-    "ASGD": lambda p: O.ASGD(p, lr=0.1),
-    "Rprop": lambda p: O.Rprop(p, lr=0.01),
-}
 # One of each way in which torch computes a step. All classes step in test_shard_parameters.py, without an engine.
 QUICK = [
     "SGD fused",
@@ -80,51 +58,6 @@ def same_state(model, plain, optimizer, plain_optimizer):
 def test_an_optimizer_steps_as_on_the_plain_model(rank, world_size, name):
     pair = train_both(MLP, rank, world_size, optimizer=lambda m: OPTIMIZERS[name](m.parameters()), steps=4)
     same_state(pair.model, pair.plain, pair.optimizer, pair.plain_optimizer)
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
-@ranks(2)
-def test_an_optimizer_of_whole_matrices_is_right_or_refused_by_name(rank, world_size, name):
-    kinds = {
-        "Adafactor": lambda p: O.Adafactor(p, lr=0.01),
-        "Muon": lambda p: O.Muon([q for q in p if q.ndim == 2], lr=0.01),
-        "LBFGS": lambda p: O.LBFGS(p, lr=0.1, max_iter=3),
-    }
-    pair = Pair(MLP, rank, world_size, optimizer=lambda m: kinds[name](list(m.parameters())))
-    before = copy.deepcopy(pair.plain)
-    x = batch(0, 0)  # one batch for all: the closure below then needs no averaging
-    refused = None
-    for _ in range(2):
-        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
-
-            def closure(model=model):
-                model.zero_grad()
-                return plain_backward(model, x)
-
-            try:
-                optimizer.step(closure)
-            except NeedsGatherError as error:
-                assert model is pair.model
-                refused = error
-        if refused is not None:
-            break
-    if refused is not None:
-        assert name in str(refused) or "weight" in str(refused) or "bias" in str(refused)
-        assert "gathered" in str(refused)
-        same_params(pair.model, before)  # refused before anything was changed
-    else:
-        pair.check()
-
-
-@ranks(2)
-def test_an_optimizer_built_before_sharding(rank, world_size):
-    torch.manual_seed(0)
-    model = MLP().double()
-    plain = as_computed(copy.deepcopy(model))
-    optimizers = [O.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
-    torch_shard.shard(model, unit_bytes=500)
-    train_alike(model, plain, optimizers, rank)
-    same_params(model, plain)
 
 
 class WithScalar(nn.Module):
@@ -206,13 +139,12 @@ def groups_by_ndim(model):
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     assert decay and rest and sum(p.numel() for p in decay) > sum(p.numel() for p in rest)
-    return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+    return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
 
 
-@pytest.mark.parametrize("groups", [groups_by_name, *seldom(groups_by_ndim)])
-@ranks(2)
-def test_weight_decay_groups_chosen_after_sharding(rank, world_size, groups):
-    pair = train_both(MLP, rank, world_size, optimizer=lambda m: O.AdamW(groups(m), lr=0.01), steps=4)
+@ranks(2, exhaustive=(3,))
+def test_weight_decay_groups_chosen_after_sharding(rank, world_size):
+    pair = train_both(MLP, rank, world_size, optimizer=lambda m: O.AdamW(groups_by_ndim(m), lr=0.01), steps=4)
     counts = [[len(g["params"]) for g in o.param_groups] for o in (pair.optimizer, pair.plain_optimizer)]
     assert counts[0] == counts[1]
 
@@ -249,41 +181,33 @@ def test_the_optimizers_own_state_dict_loads_into_another(rank, world_size):
     assert state["state"].keys() == pair.plain_optimizer.state_dict()["state"].keys()
     pair.optimizer = O.Adam(pair.model.parameters(), lr=0.5)
     pair.optimizer.load_state_dict(state)
-    for step in range(2, 4):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    pair.train(*range(2, 4))
 
 
 @ranks(2)
 def test_swa_and_ema_models(rank, world_size):
     pair = Pair(MLP, rank, world_size)
-    average = {}
-    for which, model in (("ours", pair.model), ("theirs", pair.plain)):
-        average[which] = O.swa_utils.AveragedModel(model, multi_avg_fn=O.swa_utils.get_ema_multi_avg_fn(0.9))
+    averaging = [{}, {"multi_avg_fn": O.swa_utils.get_ema_multi_avg_fn(0.9)}]
+    averages = [pair.each(lambda m, options=options: O.swa_utils.AveragedModel(m, **options)) for options in averaging]
     for step in range(3):
         pair.step(plain_backward, batch(rank, step))
-        average["ours"].update_parameters(pair.model)
-        average["theirs"].update_parameters(pair.plain)
-    same_params(average["ours"], average["theirs"])
-    with torch.no_grad():
-        same(average["ours"](batch(rank, 9)), average["theirs"](batch(rank, 9)))
-
-
-class Generator(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
-
-
-class Discriminator(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(4, 6), nn.LeakyReLU(), nn.Linear(6, 1))
+        for ours, theirs in averages:
+            ours.update_parameters(pair.model)
+            theirs.update_parameters(pair.plain)
+    for ours, theirs in averages:
+        same_params(ours, theirs)
+        with torch.no_grad():
+            same(ours(batch(rank, 9)), theirs(batch(rank, 9)))
 
 
 @pytest.mark.parametrize("toggle", [True, *seldom(False)])
-@ranks(2)
+@ranks(2, exhaustive=(3,))
 def test_a_gan_with_two_optimizers(rank, world_size, toggle):
     torch.manual_seed(0)
-    plain = {"g": Generator().double(), "d": Discriminator().double()}
+    plain = {
+        "g": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double(),
+        "d": nn.Sequential(nn.Linear(4, 6), nn.LeakyReLU(), nn.Linear(6, 1)).double(),
+    }
     ours = copy.deepcopy(plain)
     for model in plain.values():
         as_computed(model)
@@ -341,7 +265,5 @@ def test_unfreezing_layers_and_add_param_group(rank, world_size):
     for model in (pair.model, pair.plain):
         model.head.requires_grad_(False)  # and freezing
         model.head.zero_grad()
-    for step in range(4, 6):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    pair.train(*range(4, 6))
     assert loss_of(pair.model(batch(rank, 0))).requires_grad

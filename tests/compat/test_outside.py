@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compat.harness import Pair, batch, loss_of, plain_backward, same, whole
+from tests.compat.harness import Pair, batch, loss_of, plain_backward, same, train_both, whole
 from tests.support.marks import exhaustive, quick, seldom
 from tests.support.ranks import ranks
 from torch_shard.errors import NeedsGatherError, ShardError
@@ -130,19 +130,6 @@ def test_random_numbers_drawn_with_a_parameters_values_leave_it_as_it_is(rank, w
 
 
 @ranks(2)
-def test_what_only_takes_the_form_of_a_parameter_asks_nobody(rank, world_size):
-    pair = Pair(Clip, rank, world_size, unit_bytes=100)
-    if rank == 0:  # so it is not collective
-        for model in (pair.model, pair.plain):
-            x = torch.ones(5, dtype=torch.float32, requires_grad=True)
-            assert x.to(model.scale).dtype == x.type_as(model.scale).dtype == torch.float64
-            assert torch.ones(1, 5).view_as(model.scale).shape == x[:1].expand_as(model.scale).shape == (5,)
-            assert torch.result_type(model.scale, x) == torch.float64
-    pair.step(plain_backward, batch(rank, 0))
-    pair.check()
-
-
-@ranks(2)
 def test_edits_and_arithmetic_among_sharded_tensors_stay_on_slices(rank, world_size):
     pair = Pair(Clip, rank, world_size, unit_bytes=100)
     pair.step(plain_backward, batch(rank, 0))
@@ -209,20 +196,6 @@ def test_methods_beside_forward_validate_as_they_train(rank, world_size, mode, s
 
 
 @ranks(2)
-def test_a_validation_between_forward_and_backward_changes_nothing(rank, world_size):
-    def run(model, x):
-        loss = loss_of(model(x))
-        with torch.no_grad():
-            model.encode(x + 1)
-        loss.backward()
-
-    pair = Pair(Clip, rank, world_size, unit_bytes=100)
-    for step in range(3):
-        pair.step(run, batch(rank, step))
-    pair.check()
-
-
-@ranks(2)
 def test_rows_set_between_steps_are_set_as_in_plain_torch(rank, world_size):
     def edit(model):
         with torch.no_grad():
@@ -240,23 +213,26 @@ def test_rows_set_between_steps_are_set_as_in_plain_torch(rank, world_size):
 
 VIEWS = {
     "row": lambda m: m.proj[0],
+    "row of data": lambda m: m.proj.data[0],
     "parts": lambda m: m.proj.detach().chunk(2)[1],
     "row of what was computed": lambda m: (m.proj * 2)[0],
     "vector of a copy": lambda m: m.proj.detach().clone().view(-1),
 }
 
 
-@pytest.mark.parametrize("mode", ["no_grad", *exhaustive("inference_mode")])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("view", "mode"),
+    [*((view, "no_grad") for view in VIEWS), ("row of data", "enable_grad"), ("row of what was computed", "enable_grad"),
+     *exhaustive(*((view, "inference_mode") for view in VIEWS))],
+)  # fmt: skip
 @ranks(2)
-def test_an_edit_of_a_view_without_gradients_is_an_error(rank, world_size, view, mode):
+def test_an_edit_of_a_view_is_an_error(rank, world_size, view, mode):
     pair = Pair(Clip, rank, world_size, unit_bytes=100)
     with MODES[mode]():
         VIEWS[view](pair.model).zero_()
-    with pytest.raises(ShardError, match=r"proj.*was edited"):
+    with pytest.raises(ShardError, match=r"proj.*was edited.*gathered\(write=True\)"):
         pair.model(batch(rank, 0))
-    pair.step(plain_backward, batch(rank, 1))
-    pair.check()
+    pair.train(1)
 
 
 @ranks(2)
@@ -266,15 +242,17 @@ def test_what_would_edit_a_gathered_copy_or_hand_out_its_memory_is_an_error(rank
     for wrong in (
         lambda: twice.__setitem__(0, 1.0),
         lambda: twice.index_fill_(0, torch.tensor([0]), 1.0),
-        lambda: pair.model.proj.data_ptr(),
-        lambda: pair.model.proj.numpy(),
         lambda: pair.model.proj.t_(),
     ):
         with torch.no_grad(), pytest.raises(NeedsGatherError, match=r"proj.*gathered"):
             wrong()
+    for parameter in (pair.model.proj, pair.model.frozen):
+        for expose in (lambda p: p.data_ptr(), lambda p: p.detach().numpy(), lambda p: p.untyped_storage()):
+            for context in (torch.no_grad, torch.enable_grad):
+                with context(), pytest.raises(NeedsGatherError, match=r"(proj|frozen).*gathered"):
+                    expose(parameter)
     assert pair.model.proj.shape == (6, 4)
-    pair.step(plain_backward, batch(rank, 1))
-    pair.check()
+    pair.train(1)
 
 
 @ranks(2)
@@ -314,10 +292,7 @@ def test_a_function_outside_forward_that_reads_its_weight_trains_like_plain(rank
     def run(model, x):
         loss_of(Scaled.apply(model.body(x), model.proj)).backward()
 
-    pair = Pair(Clip, rank, world_size, unit_bytes=100)
-    for step in range(3):
-        pair.step(run, batch(rank, step))
-    pair.check()
+    train_both(Clip, rank, world_size, unit_bytes=100, run=run)
 
 
 # -- hooks of backward -----------------------------------------------------------------------------------------------
@@ -383,10 +358,7 @@ def test_tensor_hooks_compute_with_weights_of_any_layer(rank, world_size, on, la
         if handle is not None:
             handle.remove()
 
-    pair = Pair(Layers, rank, world_size, unit_bytes=100)
-    for step in range(3):
-        pair.step(run, batch(rank, step))
-    pair.check()
+    train_both(Layers, rank, world_size, unit_bytes=100, run=run)
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, same, train_both
+import torch_shard
+from tests.compat.harness import (
+    MLP,
+    Block,
+    Pair,
+    batch,
+    loss_of,
+    plain_backward,
+    same,
+    same_params,
+    train_alike,
+    train_both,
+)
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
@@ -62,15 +74,15 @@ def test_uneven_shapes_train_like_plain(rank, world_size):
 
 
 @ranks(2)
-def test_evaluation_and_then_training_gives_the_plain_results(rank, world_size):
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_training_steps_gives_the_plain_results(rank, world_size, context):
     pair = Pair(MLP, rank, world_size)
     for step in range(3):
-        with torch.no_grad():
-            for model in (pair.model, pair.plain):
-                model.eval()
+        pair.each(nn.Module.eval)
+        with context():  # also as the very first use
             same(*pair.each(lambda m, x: m(x), batch(rank, 50 + step)), "evaluation")
-        for model in (pair.model, pair.plain):
-            model.train()
+            same(*pair.each(lambda m, x: m.head(m.inp(x)), batch(rank, 50 + step)), "evaluation of parts")
+        pair.each(nn.Module.train)
         pair.step(plain_backward, batch(rank, step))
     pair.check()
 
@@ -83,19 +95,10 @@ def test_a_forward_without_gradients_between_forward_and_backward_changes_nothin
             target = model(x + 1).mean()
         with torch.no_grad():
             target = target + model.blocks[0](torch.ones(2, 7, dtype=x.dtype)).mean()
+            target = target + (model.head.weight @ model.head.weight.new_ones(7)).mean()
         (loss + target).backward()
 
     train_both(MLP, rank, world_size, run=run)
-
-
-@ranks(2)
-def test_evaluation_in_inference_mode_between_steps_changes_nothing(rank, world_size):
-    pair = Pair(MLP, rank, world_size)
-    for step in range(3):
-        with torch.inference_mode():
-            same(*[t.clone() for t in pair.each(lambda m, x: m(x), batch(rank, 50 + step))], "evaluation")
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
 
 
 @ranks(2, exhaustive=(3, 4))
@@ -347,53 +350,10 @@ class Nest(nn.Module):
         return Custom(self.last(out.value["deep"].value))
 
 
-def _nest_dataclass():
-    return Nest("dataclass")
-
-
-def _nest_custom():
-    return Nest("custom")
-
-
 @ranks(2, exhaustive=(3,))
-def test_a_dataclass_as_output_trains_like_plain(rank, world_size):
-    train_both(_nest_dataclass, rank, world_size, unit_bytes=100)
-
-
-@ranks(2, exhaustive=(3,))
-def test_a_custom_object_as_output_trains_like_plain(rank, world_size):
-    train_both(_nest_custom, rank, world_size, unit_bytes=100)
-
-
-class Auxiliary(nn.Module):
-    """A router that keeps its balance loss on itself instead of returning it, as mixtures of experts do."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.router, self.b = nn.Linear(5, 7), Router(), nn.Linear(7, 3)
-
-    def forward(self, x):
-        return self.b(self.router(self.a(x)))
-
-
-class Router(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(7, 4)
-        self.aux = None
-
-    def forward(self, h):
-        self.aux = self.gate(h).softmax(-1).pow(2).sum()
-        return h * 2
-
-
-@ranks(2, exhaustive=(3,))
-def test_an_auxiliary_loss_kept_on_self_trains_like_plain(rank, world_size):
-    def run(model, x):
-        out = model(x)
-        (loss_of(out) + 0.1 * model.router.aux).backward()
-
-    train_both(Auxiliary, rank, world_size, run=run, unit_bytes=100)
+@pytest.mark.parametrize("kind", ["dataclass", "custom"])
+def test_an_object_as_output_trains_like_plain(rank, world_size, kind):
+    train_both(lambda: Nest(kind), rank, world_size, unit_bytes=100)
 
 
 class LoRA(nn.Module):
@@ -465,18 +425,12 @@ def test_linear_with_a_detached_weight_trains_like_plain(rank, world_size, unit_
     train_both(Detached, rank, world_size, unit_bytes=unit_bytes)
 
 
-@ranks(2)
+@ranks(2, exhaustive=(3, 4))
 def test_an_optimizer_built_before_sharding_trains_the_sharded_model(rank, world_size):
-    import torch_shard
-
     torch.manual_seed(0)
     model = MLP().double()
     plain = as_computed(copy.deepcopy(model))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
     torch_shard.shard(model, unit_bytes=500)
-    pair = Pair.__new__(Pair)
-    pair.model, pair.plain = model, plain
-    pair.optimizer, pair.plain_optimizer = optimizers
-    for step in range(3):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    train_alike(model, plain, optimizers, rank)
+    same_params(model, plain)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Block, Pair, average_grads, batch, loss_of, plain_backward, same_grads
-from tests.compat.modes import as_computed
+from tests.compat.harness import MLP, Block, Pair, batch, loss_of, plain_backward, train_both
 from tests.support.marks import seldom
 from tests.support.ranks import ranks
 
@@ -79,9 +76,7 @@ def test_values_of_another_dtype_inside_gathered_leave_training_as_it_was(rank, 
             pair.model.half()
         else:
             pair.model.head.weight.data = torch.zeros(2, 2)
-    for step in range(1, 4):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    pair.train(*range(1, 4))
 
 
 @ranks(2)
@@ -97,9 +92,7 @@ def test_a_parameter_unfrozen_before_gathered_on_one_rank_trains_on_all(rank, wo
         model.blocks[1].requires_grad_(True)
     with pair.engine.gathered(ranks=0):
         pass
-    for step in range(1, 3):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    pair.train(*range(1, 3))
 
 
 @ranks(3)
@@ -164,12 +157,4 @@ def test_a_gradient_in_memory_that_is_used_again_trains_like_plain(rank, world_s
                 x = Scratch.apply(torch.tanh(x), bias)
             return x
 
-    model = Biases().double()
-    plain = as_computed(copy.deepcopy(model))
-    torch_shard.shard(model, timeout=20.0)
-    for step in range(2):
-        for m in (model, plain):
-            m.zero_grad()
-            plain_backward(m, batch(rank, step))
-        average_grads(plain)
-        same_grads(model, plain)
+    train_both(Biases, rank, world_size)

@@ -50,31 +50,30 @@ def _two(rank):
     return plain, sharded
 
 
+def _same_gradients(plain, sharded):
+    for ours, theirs in zip(sharded, plain, strict=True):
+        average_grads(theirs)
+        same_grads(ours, theirs)
+
+
 @ranks(2, 3)
 def test_one_loss_through_two_models_trains_like_plain(rank, world_size):
     plain, sharded = _two(rank)
     for step in range(3):
         for first, second in (plain, sharded):
             loss_of(second(first(batch(rank, step)))).backward()
-        for ours, theirs in zip(sharded, plain, strict=True):
-            average_grads(theirs)
-            same_grads(ours, theirs)
+        _same_gradients(plain, sharded)
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
 @ranks(2)
-def test_a_loss_that_mixes_two_models_in_another_order_on_one_rank_is_an_error(rank, world_size):
+def test_parts_of_two_models_that_ranks_leave_out_of_a_loss_are_an_error(rank, world_size, everywhere):
+    """One rank leaves a part out, so that it comes to the models in another order; or each rank another one."""
     _, (first, second) = _two(rank)
     with pytest.raises(DivergenceError, match="mixed the collectives of several models"):
         for step in range(3):
-            loss_of(second(first(batch(rank, step)), detached=rank == 1)).backward()
-
-
-@ranks(2)
-def test_parts_of_two_models_that_other_ranks_leave_out_each_are_an_error(rank, world_size):
-    _, (first, second) = _two(rank)
-    with pytest.raises(DivergenceError, match="mixed the collectives of several models"):
-        for step in range(3):
-            loss_of(second(first(batch(rank, step), detached=rank == 0), detached=rank == 1)).backward()
+            middle = first(batch(rank, step), detached=everywhere and rank == 0)
+            loss_of(second(middle, detached=rank == 1)).backward()
 
 
 class Broken(torch.autograd.Function):
@@ -107,9 +106,7 @@ def test_a_backward_through_two_models_that_fails_on_all_ranks_leaves_no_gradien
                 loss.backward()
         if broken:
             assert all(p.grad is None for model in sharded for p in model.parameters())
-    for ours, theirs in zip(sharded, plain, strict=True):
-        average_grads(theirs)
-        same_grads(ours, theirs)
+    _same_gradients(plain, sharded)
 
 
 @pytest.mark.parametrize("inside", [0, 1])
@@ -122,9 +119,7 @@ def test_a_model_inside_a_reentrant_checkpoint_beside_another_one_trains_like_pl
             for i, model in enumerate(pair):
                 x = checkpoint(model, x, use_reentrant=True) if i == inside else model(x)
             loss_of(x).backward()
-        for ours, theirs in zip(sharded, plain, strict=True):
-            average_grads(theirs)
-            same_grads(ours, theirs)
+        _same_gradients(plain, sharded)
 
 
 @ranks(2)

@@ -10,7 +10,7 @@ import torch
 import torch_shard
 from tests.compat.modes import as_computed
 from tests.support.hf_models import NAMES, build
-from tests.support.marks import exhaustive, quick
+from tests.support.marks import quick
 from tests.support.ranks import ranks
 
 pytest.importorskip("transformers")
@@ -60,14 +60,7 @@ def test_a_transformers_model_trains_like_the_plain_one(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", quick(NAMES, ["t5"]))
-@ranks(2)
+@ranks(2, exhaustive=(3,))
 def test_a_transformers_model_in_many_small_units(rank, world_size, name):
     engine = one_step(name, rank, world_size, unit_bytes=4096)
     assert len(engine.units) > 3
-
-
-@pytest.mark.exhaustive(usual=True)
-@pytest.mark.parametrize("name", ["gpt2", *exhaustive("t5", "clip")])
-@ranks(3)
-def test_a_transformers_model_on_three_ranks(rank, world_size, name):
-    one_step(name, rank, world_size)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 import torch_shard
-from tests.support.odd_model import assert_grads, batch, build, reference_grads
+from tests.support.odd_model import assert_grads, batch, build, reference_grads, trained
 from tests.support.ranks import ranks
-from torch_shard.close import close_units
 from torch_shard.errors import UnitStateError
-from torch_shard.runtime.forward_hooks import unregister
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
@@ -81,15 +79,13 @@ def test_hooks_are_given_back(rank: int) -> None:
 
 
 @ranks(2, exhaustive=(1, 3))
-def test_a_closed_model_that_is_sharded_again_has_the_users_hooks_only(rank: int, world_size: int) -> None:
+def test_a_model_sharded_again_after_close_keeps_its_gradients_and_the_users_hooks(rank: int, world_size: int) -> None:
     plain, model = build(), build()
     for net in (plain, model):
         net.head.bias.register_hook(lambda g: g * 3)
     kept = []  # what is still referred to of an engine must not matter to the next one
-    for _ in range(3):
-        engine = torch_shard.shard(model)
-        for net in (plain, model):
-            net.zero_grad()
+    for unit_bytes in (256, 4096, 256):  # gradients from before are kept, and added to
+        engine = torch_shard.shard(model, unit_bytes=unit_bytes)
         reference_grads(plain, world_size)
         model(batch(rank)).pow(2).mean().backward()
         kept += [flat for unit in engine.units for flat in unit.flats]
@@ -98,63 +94,29 @@ def test_a_closed_model_that_is_sharded_again_has_the_users_hooks_only(rank: int
         assert_grads(model, plain)
 
 
-class Twins:
-    """A plain model and a sharded one, each with an optimizer, after one and the same step on the batches of all ranks."""
-
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer], rank: int, world_size: int) -> None:
-        self.plain, self.model = build(), build()
-        self.reference, self.optimizer = (optimizer(m.parameters(), lr=0.1) for m in (self.plain, self.model))
-        self.engine = torch_shard.shard(self.model)
-        reference_grads(self.plain, world_size)
-        self.model(batch(rank)).pow(2).mean().backward()
-        for o in (self.reference, self.optimizer):
-            o.step()
-            o.zero_grad()
-
-    def step_plainly(self) -> None:
-        """Step both as plain models on one batch; the parameters must be equal afterwards."""
-        for net, o in ((self.plain, self.reference), (self.model, self.optimizer)):
-            net(batch(0)).pow(2).mean().backward()
-            o.step()
-        for p, q in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(p, q)
-
-
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @ranks(2)
-def test_an_optimizer_without_state_goes_on(rank: int, world_size: int) -> None:
-    twins = Twins(torch.optim.SGD, rank, world_size)
-    twins.engine.close()
-    twins.step_plainly()
-
-
-@ranks(2)
-def test_optimizer_state_becomes_whole(rank: int, world_size: int) -> None:
-    twins = Twins(torch.optim.AdamW, rank, world_size)
-    unregister(twins.model, twins.engine.units)
-    close_units(twins.engine._runtime, [twins.optimizer], twins.model)
-    twins.step_plainly()
-    assert type(twins.optimizer.state[twins.model.head.bias]["exp_avg"]) is torch.Tensor
-
-
-@ranks(2)
-def test_shard_again_after_close(rank: int, world_size: int) -> None:
-    plain, model = build(), build()
-    for unit_bytes in (256, 4096):
-        engine = torch_shard.shard(model, unit_bytes=unit_bytes)
-        model(batch(rank)).pow(2).mean().backward()
-        engine.close()
-    reference_grads(plain, world_size)
+def test_an_optimizer_goes_on_after_close_with_whole_state(
+    kind: type[torch.optim.Optimizer], rank: int, world_size: int
+) -> None:
+    plain, model, engine = trained(world_size, rank)
+    reference, optimizer = kind(plain.parameters(), lr=0.1), kind(model.parameters(), lr=0.1)
+    for o in (reference, optimizer):
+        o.step()
+        o.zero_grad()
+    engine.close(optimizer)
+    for net, o in ((plain, reference), (model, optimizer)):
+        net(batch(0)).pow(2).mean().backward()
+        o.step()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad * 2)
+        torch.testing.assert_close(p, q)
+    assert all(type(value) is torch.Tensor for value in optimizer.state[model.head.bias].values())
 
 
 @ranks(2)
 def test_recurrent_layers_after_close() -> None:
-    torch.manual_seed(0)
-    plain = nn.GRU(3, 4, num_layers=2)
-    torch.manual_seed(0)
     model = nn.GRU(3, 4, num_layers=2)
+    plain = copy.deepcopy(model)
     torch_shard.shard(model).close()
     x = torch.randn(5, 2, 3)
     model(x)[0].sum().backward()

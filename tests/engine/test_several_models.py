@@ -29,6 +29,21 @@ def _twins(kind: str) -> tuple[nn.Module, nn.Module]:
     return first, second
 
 
+def _plain(model: nn.Module) -> nn.Module:
+    """Collective."""
+    plain = nn.Sequential(Block(WIDTH), Block(WIDTH)).double()
+    plain.load_state_dict(torch_shard.engine_of(model).state_dict(rank0_only=False))
+    return plain
+
+
+def _train_alike(model: nn.Module, plain: nn.Module, x: torch.Tensor) -> None:
+    for each in (model, plain):
+        each.zero_grad()
+        each(x).sum().backward()
+    average_grads(plain)
+    same_grads(model, plain)
+
+
 @pytest.mark.parametrize("how", ["no_grad", "one_loss", "two_losses"])
 @pytest.mark.parametrize("kind", ["twin", *exhaustive("larger"), "copy"])
 @ranks(2)
@@ -59,21 +74,12 @@ def test_one_model_on_one_rank_and_its_twin_on_the_other_is_an_error(rank):
 def test_a_copy_that_one_rank_alone_makes_disturbs_nothing(rank):
     pair = _twins("twin")
     kept = copy.deepcopy(pair[0]) if rank == 0 else None
-    plain = [nn.Sequential(Block(WIDTH), Block(WIDTH)).double() for _ in pair]
-    for model, other in zip(pair, plain, strict=True):
-        for p, q in zip(other.parameters(), model.parameters(), strict=True):
-            p.data.copy_(q.detach().full_tensor())
-    third = torch_shard.shard(plain[0].__class__(nn.Linear(WIDTH, WIDTH)).double()).rank
+    plain = [_plain(model) for model in pair]
+    third = torch_shard.shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)).double()).rank
     for step in range(2):
         for model, other in zip(pair, plain, strict=True):
-            model.zero_grad()
-            other.zero_grad()
-            loss, expected = model(batch(rank, step)).sum(), other(batch(rank, step)).sum()
-            same(loss, expected)
-            loss.backward()
-            expected.backward()
-            average_grads(other)
-            same_grads(model, other)
+            same(model(batch(rank, step)), other(batch(rank, step)))
+            _train_alike(model, other, batch(rank, step))
     assert third == rank and (kept is None) == (rank != 0)
 
 
@@ -115,15 +121,9 @@ def _halve_gradients(model: nn.Module) -> None:
 @ranks(2)
 def test_a_gradient_that_one_model_refuses_stops_no_backward_of_another(rank):
     other, refused = _twins("twin")[0], _edited_under_no_sync(rank)
-    plain = copy.deepcopy(nn.Sequential(Block(WIDTH), Block(WIDTH)).double())
-    for p, q in zip(plain.parameters(), other.parameters(), strict=True):
-        p.data.copy_(q.detach().full_tensor())
+    plain = _plain(other)
     for _ in range(2):  # nor is the refusal forgotten by a backward that it does not concern
-        for model in (other, plain):
-            model.zero_grad()
-            model(batch(rank, 1)).sum().backward()
-        average_grads(plain)
-        same_grads(other, plain)
+        _train_alike(other, plain, batch(rank, 1))
         with pytest.raises(ShardError, match=r"0\.\w+ was edited"):
             refused(batch(rank, 1)).sum().backward()
 

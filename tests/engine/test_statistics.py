@@ -15,7 +15,7 @@ from torch import nn
 import torch_shard
 from tests.support.collectives import Collectives
 from tests.support.marks import exhaustive
-from tests.support.odd_model import batch, build, reference_grads
+from tests.support.odd_model import trained
 from tests.support.ranks import ranks
 from torch_shard.comm.process_groups import ProcessGroups
 from torch_shard.comm.traffic_statistics import StreamWaits, waits
@@ -195,11 +195,7 @@ def test_copies_of_a_model_count_their_own_gathered_bytes() -> None:
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "shard_grad_op")])
 @ranks(2, exhaustive=(1, 3))
 def test_norms_of_units_are_those_of_the_plain_model(p: float, strategy: str, rank: int, world_size: int) -> None:
-    plain, model = build(), build()
-    engine = torch_shard.shard(model, unit_bytes=256, strategy=strategy)
-    plain.empty.grad = None
-    reference_grads(plain, world_size)
-    model(batch(rank)).pow(2).mean().backward()
+    plain, model, engine = trained(world_size, rank, strategy=strategy)
     for param in (*plain.blocks[0].parameters(), *model.blocks[0].parameters()):
         param.grad = None
     wanted = reference_norms(plain, engine, p)
@@ -223,20 +219,14 @@ def reference_norms(plain: nn.Module, engine: torch_shard.Engine, p: float, only
 @pytest.mark.exhaustive
 @ranks(4, exhaustive=(2,))
 def test_norms_of_units_under_hybrid_sharding(rank: int, world_size: int) -> None:
-    plain, model = build(), build()
-    engine = torch_shard.shard(model, unit_bytes=256, strategy="hybrid_shard", shard_size=max(1, world_size // 2))
-    reference_grads(plain, world_size)
-    model(batch(rank)).pow(2).mean().backward()
+    plain, _, engine = trained(world_size, rank, strategy="hybrid_shard", shard_size=max(1, world_size // 2))
     found = {name: norm.item() for name, norm in engine.grad_norms().items()}
     assert found == pytest.approx(reference_norms(plain, engine, 2.0), rel=1e-5)
 
 
 @ranks(2)
 def test_norms_of_some_parameters(rank: int, world_size: int) -> None:
-    plain, model = build(), build()
-    engine = torch_shard.shard(model, unit_bytes=256)
-    reference_grads(plain, world_size)
-    model(batch(rank)).pow(2).mean().backward()
+    plain, model, engine = trained(world_size, rank)
     only = {name for name, _ in plain.named_parameters() if name.endswith("weight")}
     found = engine.grad_norms(parameters=[p for name, p in model.named_parameters() if name in only])
     wanted = reference_norms(plain, engine, 2.0, only)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tests.compat.harness import MLP, Block, average_grads, batch
 from torch_shard.shard_tensor.tensor import ShardTensor
@@ -69,56 +69,91 @@ def weights(f: Any, model: nn.Module) -> dict[str, torch.Tensor]:
     return {clean(n): whole(p) for n, p in model.named_parameters()}
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = 3) -> list[float]:
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: int = 3,
+    clip: Callable[[], torch.Tensor] | None = None,
+) -> list[float]:
+    """Return the losses, each with the norm that `clip` returned behind it."""
     losses = []
     for step in range(steps):
         loss = loss_of(model, batch(rank, step))
         loss.backward()
+        losses.append(loss.item())
+        if clip is not None:
+            losses.append(float(whole(clip())))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
+
+
+def accumulate(
+    model: nn.Module, rank: int, sync: Callable[[bool], contextlib.AbstractContextManager[Any]]
+) -> list[float]:
+    """Take two steps of three backwards each, inside what `sync` returns for one that is the last of its step or is not."""
+    optimizer, losses = sgd(model), []
+    for step in range(2):
+        for part in range(3):
+            with sync(part == 2):
+                loss = loss_of(model, batch(rank, 10 * step + part))
+                loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+Program = Callable[[Any, int], Result]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    """Add a program to :data:`PROGRAMS`."""
+    PROGRAMS[function.__name__] = function
+    return function
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------------------
 
 
-def layer_by_layer(f: Any, rank: int) -> Result:
-    model = build()
+def fsdp2(f: Any, model: Any = None, **arguments: Any) -> Any:
+    """Wrap the blocks of a model of :func:`build`, and all of it."""
+    model = build() if model is None else model
     for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
+        f.fully_shard(block, **arguments)
+    return f.fully_shard(model, **arguments)
+
+
+@program
+def layer_by_layer(f: Any, rank: int) -> Result:
+    model = fsdp2(f)
     assert isinstance(model, f.FSDPModule) and isinstance(model.blocks[0], f.FSDPModule) and isinstance(model, MLP)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def root_only_and_kept(f: Any, rank: int) -> Result:
-    model = build()
-    f.fully_shard(model, reshard_after_forward=False)
+    model = f.fully_shard(build(), reshard_after_forward=False)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def accumulate_without_sync(f: Any, rank: int) -> Result:
-    model = build()
-    for block in model.blocks:
-        f.fully_shard(block, reshard_after_forward=True)
-    f.fully_shard(model)
-    optimizer, losses = sgd(model), []
-    for step in range(2):
-        for part in range(3):
-            model.set_requires_gradient_sync(part == 2)
-            model.set_is_last_backward(part == 2)
-            loss = loss_of(model, batch(rank, 10 * step + part))
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, weights(f, model)
+    model = fsdp2(f, reshard_after_forward=True)
+
+    def sync(last: bool) -> contextlib.AbstractContextManager[None]:
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        return contextlib.nullcontext()
+
+    return accumulate(model, rank, sync), weights(f, model)
 
 
+@program
 def sync_is_decided_in_backward(f: Any, rank: int) -> Result:
-    model = build()
-    f.fully_shard(model)
+    model = f.fully_shard(build())
     optimizer, losses = sgd(model), []
     for step in range(2):
         model.set_requires_gradient_sync(False)
@@ -135,62 +170,44 @@ def sync_is_decided_in_backward(f: Any, rank: int) -> Result:
     return losses, weights(f, model)
 
 
+@program
 def clipped(f: Any, rank: int) -> Result:
-    model = build()
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
-    optimizer, losses = sgd(model), []
-    for step in range(3):
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        losses += [loss.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)]
-        optimizer.step()
-        optimizer.zero_grad()
+    model = fsdp2(f)
+    losses = train(model, sgd(model), rank, clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
     return losses, weights(f, model)
 
 
+@program
 def gradients_summed(f: Any, rank: int) -> Result:
     """Divided by 1.5, in place of the number of ranks."""
-    model = build()
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
+    model = fsdp2(f)
     for module in model.modules():
         if isinstance(module, f.FSDPModule):
             module.set_gradient_divide_factor(1.5)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def checkpointed_blocks(f: Any, rank: int) -> Result:
     model = build()
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
+    fsdp2(f, model)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def meta_and_to_empty(f: Any, rank: int) -> Result:
     values = build().state_dict()
     with torch.device("meta"):
-        model = MLP().double()
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
+        model = fsdp2(f, MLP().double())
     model.to_empty(device="cpu")
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def unsharded_between_steps(f: Any, rank: int) -> Result:
-    model = build()
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
+    model = fsdp2(f)
     optimizer, losses = sgd(model), []
     for step in range(2):
         block = model.blocks[1]
@@ -205,26 +222,20 @@ def unsharded_between_steps(f: Any, rank: int) -> Result:
     return losses, weights(f, model)
 
 
+@program
 def frozen_and_ignored(f: Any, rank: int) -> Result:
     model = build()
-    for p in model.blocks[0].parameters():
-        p.requires_grad_(False)
-    model.blocks[1].up.bias.requires_grad_(False)
     ignored = set(model.head.parameters())
-    for p in ignored:
+    for p in (*model.blocks[0].parameters(), model.blocks[1].up.bias, *ignored):
         p.requires_grad_(False)
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model, ignored_params=ignored)
+    fsdp2(f, model, ignored_params=ignored)
     assert not isinstance(model.head.weight, ShardTensor)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def prefetch_by_hand(f: Any, rank: int) -> Result:
-    model = build()
-    for block in model.blocks:
-        f.fully_shard(block)
-    f.fully_shard(model)
+    model = fsdp2(f)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1]])
     model.set_reshard_after_backward(False)
@@ -234,51 +245,44 @@ def prefetch_by_hand(f: Any, rank: int) -> Result:
 
 # -- FSDP1 ----------------------------------------------------------------------------------------------------------------
 
+FSDP1 = {"use_orig_params": True, "device_id": torch.device("cpu")}
 
+
+def fsdp1(f: Any, net: nn.Module | None = None, **arguments: Any) -> Any:
+    return f.FullyShardedDataParallel(build() if net is None else net, **FSDP1, **arguments)
+
+
+@program
 def class_policy(f: Any, rank: int) -> Result:
-    fsdp = f.FullyShardedDataParallel
-    net = build()
+    fsdp, net = f.FullyShardedDataParallel, build()
     policy = functools.partial(f.wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    model = fsdp(net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
+    model = fsdp1(f, net, auto_wrap_policy=policy)
     assert isinstance(model, fsdp) and isinstance(model.blocks[1], fsdp) and model.module is net
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def module_wrap_policy(f: Any, rank: int) -> Result:
-    model = f.FullyShardedDataParallel(
-        build(),
-        auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}),
-        sharding_strategy=f.ShardingStrategy.SHARD_GRAD_OP,
-        use_orig_params=True,
-        device_id=torch.device("cpu"),
-    )
-    optimizer, losses = sgd(model), []
-    for step in range(3):
-        loss = loss_of(model, batch(rank, step))
-        loss.backward()
-        losses += [loss.item(), model.clip_grad_norm_(0.05).item()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, weights(f, model)
+    strategy = f.ShardingStrategy.SHARD_GRAD_OP
+    model = fsdp1(f, auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}), sharding_strategy=strategy)
+    return train(model, sgd(model), rank, clip=lambda: model.clip_grad_norm_(0.05)), weights(f, model)
 
 
+@program
 def size_policy(f: Any, rank: int) -> Result:
     policy = functools.partial(f.wrap.size_based_auto_wrap_policy, min_num_params=100)
-    model = f.FullyShardedDataParallel(
-        build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    model = fsdp1(f, auto_wrap_policy=policy)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def custom_policy(f: Any, rank: int) -> Result:
-    policy = f.wrap.CustomPolicy(
-        lambda m: (
-            {"backward_prefetch": None} if isinstance(m, Block) else isinstance(m, nn.Linear) and m.out_features == 3
-        )
-    )
-    model = f.FullyShardedDataParallel(
-        build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    def choose(module: nn.Module) -> Any:
+        if isinstance(module, Block):
+            return {"backward_prefetch": None}
+        return isinstance(module, nn.Linear) and module.out_features == 3
+
+    model = fsdp1(f, auto_wrap_policy=f.wrap.CustomPolicy(choose))
     return train(model, sgd(model), rank), weights(f, model)
 
 
@@ -292,63 +296,47 @@ class WrapsInside(MLP):
         self.double()
 
 
+@program
 def wrapped_in_the_constructor(f: Any, rank: int) -> Result:
-    fsdp = f.FullyShardedDataParallel
-    settings = {"use_orig_params": True, "device_id": torch.device("cpu")}
     torch.manual_seed(0)
-    with f.wrap.enable_wrap(wrapper_cls=fsdp, **settings):
+    with f.wrap.enable_wrap(wrapper_cls=f.FullyShardedDataParallel, **FSDP1):
         inner = WrapsInside(f)
-    model = fsdp(inner, **settings)
+    model = fsdp1(f, inner)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def no_sync(f: Any, rank: int) -> Result:
-    fsdp = f.FullyShardedDataParallel
-    policy = f.wrap.ModuleWrapPolicy({Block})
-    model = fsdp(build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer, losses = sgd(model), []
-    for step in range(2):
-        for part in range(3):
-            with model.no_sync() if part < 2 else contextlib.nullcontext():
-                loss = loss_of(model, batch(rank, 10 * step + part))
-                loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    model = fsdp1(f, auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}))
+    losses = accumulate(model, rank, lambda last: contextlib.nullcontext() if last else model.no_sync())
     return losses, weights(f, model)
 
 
+@program
 def no_shard(f: Any, rank: int) -> Result:
-    model = f.FullyShardedDataParallel(
-        build(), sharding_strategy=f.ShardingStrategy.NO_SHARD, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    model = fsdp1(f, sharding_strategy=f.ShardingStrategy.NO_SHARD)
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def checkpointed_afterwards(f: Any, rank: int) -> Result:
-    policy = f.wrap.ModuleWrapPolicy({Block})
-    model = f.FullyShardedDataParallel(
-        build(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    model = fsdp1(f, auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}))
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block))
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def checkpointed_before(f: Any, rank: int) -> Result:
     net = build()
     apply_activation_checkpointing(net, check_fn=lambda m: isinstance(m, Block))
-    policy = f.wrap.ModuleWrapPolicy({Block})
-    model = f.FullyShardedDataParallel(
-        net, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    model = fsdp1(f, net, auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}))
     return train(model, sgd(model), rank), weights(f, model)
 
 
+@program
 def edited_whole(f: Any, rank: int) -> Result:
     fsdp = f.FullyShardedDataParallel
-    model = fsdp(
-        build(), auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
-    )
+    model = fsdp1(f, auto_wrap_policy=f.wrap.ModuleWrapPolicy({Block}))
     optimizer = sgd(model)
     losses = train(model, optimizer, rank, 1)
     with fsdp.summon_full_params(model), torch.no_grad():
@@ -360,60 +348,32 @@ def edited_whole(f: Any, rank: int) -> Result:
     return losses + train(model, optimizer, rank, 2), weights(f, model)
 
 
-PROGRAMS: dict[str, Callable[[Any, int], Result]] = {
-    p.__name__: p
-    for p in (
-        layer_by_layer,
-        root_only_and_kept,
-        accumulate_without_sync,
-        sync_is_decided_in_backward,
-        clipped,
-        gradients_summed,
-        checkpointed_blocks,
-        meta_and_to_empty,
-        unsharded_between_steps,
-        frozen_and_ignored,
-        prefetch_by_hand,
-        class_policy,
-        module_wrap_policy,
-        size_policy,
-        custom_policy,
-        wrapped_in_the_constructor,
-        no_sync,
-        no_shard,
-        checkpointed_afterwards,
-        checkpointed_before,
-        edited_whole,
-    )
-}
+# -- without FSDP ---------------------------------------------------------------------------------------------------------
 
 
-def plain(rank: int, steps: int = 3, divisor: float = 1.0) -> Result:
-    """What ``train(build(), ...)`` gives under DDP."""
-    model = build()
+def plain(rank: int, steps: int = 3, model: nn.Module | None = None) -> Result:
+    """What ``train(model, ...)`` gives under DDP, with a model of :func:`build` by default."""
+    model = build() if model is None else model
     optimizer, losses = sgd(model), []
     for step in range(steps):
         loss = loss_of(model, batch(rank, step))
         loss.backward()
         average_grads(model)
-        for p in model.parameters():
-            p.grad.mul_(divisor)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def same_as_plain(model: nn.Module, rank: int, steps: int = 3) -> None:
-    """`model`, made of :func:`build`, trains as that does. Collective."""
-    losses = train(model, sgd(model), rank, steps)
-    wanted, expected = plain(rank, steps)
+def same_as_plain(
+    model: nn.Module,
+    rank: int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    reference: nn.Module | None = None,
+) -> None:
+    """Assert that `model` trains as `reference` does under DDP, with what :func:`build` makes by default. Collective."""
+    losses = train(model, sgd(model) if optimizer is None else optimizer, rank)
+    wanted, expected = plain(rank, model=reference)
     torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(weights(package(OURS), model), expected, rtol=1e-9, atol=1e-10)
-
-
-def everywhere(value: Any) -> list[Any]:
-    """Each rank's value. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+import torch_shard.fsdp
 from tests.compat.harness import MLP, Block
-from tests.fsdp.programs import build, sgd, train
+from tests.fsdp import programs
+from tests.fsdp.programs import TORCH, build, fsdp2, package, sgd, train
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor
@@ -44,14 +46,21 @@ def one_sharded():
 
 
 def two(net=None):
-    model = build() if net is None else net
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return fsdp2(torch_shard.fsdp, net)
 
 
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def whole(model):
+    """The full parameters by name. Collective."""
+    return {n: programs.whole(p) for n, p in model.named_parameters()}
+
+
+def clear(model):
+    """Fill all parameters with zeros."""
+    model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
 
 
 @ranks(2)
@@ -68,7 +77,7 @@ def test_state_dicts_are_whole_by_default_and_of_the_type_that_is_set(rank):
         local = {key: value.clone() for key, value in model.state_dict().items()}
         for kept in (sharded, through_dcp, local):
             assert all(isinstance(value, ShardTensor) for value in kept.values())
-            model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+            clear(model)
             model.load_state_dict(kept)
             torch.testing.assert_close({k: v.full_tensor() for k, v in model.state_dict().items()}, dict(expected))
     assert FSDP.get_state_dict_type(model).state_dict_type is FULL
@@ -90,7 +99,7 @@ def test_a_wrapped_part_has_the_type_that_is_set_for_the_model(rank):
     with FSDP.state_dict_type(model, SHARDED):
         assert all(isinstance(value, ShardTensor) for value in part.state_dict().values())
         kept = part.state_dict()
-        part.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+        clear(part)
         part.load_state_dict(kept)
     torch.testing.assert_close(dict(part.state_dict()), expected, rtol=0, atol=0)
 
@@ -113,7 +122,7 @@ def test_dcp_gets_shards_and_whole_tensors_as_its_options_say_whatever_type_is_s
     torch.testing.assert_close(whole, wanted, rtol=0, atol=0)
     sharded = {key: value.clone() for key, value in sharded.items()}
     for given, options in ((sharded, None), (whole, full)):
-        model.apply(lambda m: [nn.init.zeros_(p) for p in m.parameters(recurse=False)] and None)
+        clear(model)
         set_model_state_dict(model, given, options=options)
         torch.testing.assert_close(get_model_state_dict(model, options=full), wanted, rtol=0, atol=0)
     assert FSDP.get_state_dict_type(model).state_dict_type is set_type
@@ -129,70 +138,56 @@ def test_whole_and_sharded_dicts_load_before_the_first_forward_and_after(make, r
         if ready:
             train(model, sgd(model), rank, 1)
         model.load_state_dict(expected)
-        with torch.no_grad():
-            first = {n: p.full_tensor() if isinstance(p, ShardTensor) else p for n, p in model.named_parameters()}
-        torch.testing.assert_close(first, dict(expected), rtol=0, atol=0)
+        torch.testing.assert_close(whole(model), dict(expected), rtol=0, atol=0)
     source = two()
     source.load_state_dict(expected)
     model = two(copy.deepcopy(other))
     model.load_state_dict(source.state_dict())
-    torch.testing.assert_close(
-        {n: p.full_tensor() for n, p in model.named_parameters()}, dict(expected), rtol=0, atol=0
-    )
+    torch.testing.assert_close(whole(model), dict(expected), rtol=0, atol=0)
 
 
-def continues(make, rank, saved, load):
+def continues(make, rank, saved, load, other=None, rtol=0.0, atol=0.0):
     """Train, save, train; load into another model, train: the same losses."""
     model = make()
     optimizer = adam(model)
     train(model, optimizer, rank, 2)
     state = saved(model, optimizer)
     losses = train(model, optimizer, rank, 2)
-    again = make()
+    again = (other or make)()
     second = adam(again)
     load(again, second, state)
-    assert train(again, second, rank, 2) == losses
+    torch.testing.assert_close(train(again, second, rank, 2), losses, rtol=rtol, atol=atol)
+
+
+def through_dcp(folder):
+    """Functions that save and load, as :func:`continues` takes them, with the functions of torch for state dicts."""
+
+    def save(model, optimizer):
+        values, state = get_state_dict(model, optimizer)
+        dcp.save({"model": values, "optim": state}, checkpoint_id=folder)
+
+    def load(model, optimizer, _):
+        values, state = get_state_dict(model, optimizer)
+        dcp.load({"model": values, "optim": state}, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+
+    return save, load
 
 
 @ranks(2)
 @pytest.mark.parametrize("make", [one, *exhaustive(one_sharded, two)])
 def test_dcp_saves_and_loads_what_get_state_dict_gives(make, rank, tmp_path):
-    def save(model, optimizer):
-        values, state = get_state_dict(model, optimizer)
-        dcp.save({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
-
-    def load(model, optimizer, _):
-        values, state = get_state_dict(model, optimizer)
-        dcp.load({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
-        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
-
-    continues(make, rank, save, load)
+    continues(make, rank, *through_dcp(tmp_path / "step"))
 
 
 @ranks(2)
 @pytest.mark.parametrize("direction", ["from torch", *exhaustive("to torch")])
 def test_checkpoints_of_dcp_go_between_torchs_fsdp_and_this_one(direction, rank, tmp_path):
-    from torch.distributed.fsdp import fully_shard as torchs
-
     def theirs():
-        model = build()
-        for block in model.blocks:
-            torchs(block)
-        return torchs(model)
+        return fsdp2(package(TORCH))
 
     first, second = (theirs, two) if direction == "from torch" else (two, theirs)
-    model = first()
-    optimizer = adam(model)
-    train(model, optimizer, rank, 2)
-    values, state = get_state_dict(model, optimizer)
-    dcp.save({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
-    losses = train(model, optimizer, rank, 2)
-    model = second()
-    optimizer = adam(model)
-    values, state = get_state_dict(model, optimizer)
-    dcp.load({"model": values, "optim": state}, checkpoint_id=tmp_path / "step")
-    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
-    torch.testing.assert_close(train(model, optimizer, rank, 2), losses, rtol=1e-9, atol=1e-11)
+    continues(first, rank, *through_dcp(tmp_path / "step"), other=second, rtol=1e-9, atol=1e-11)
 
 
 @ranks(2)
@@ -240,8 +235,7 @@ def test_a_model_on_meta_is_loaded_without_to_empty(broadcast, rank):
         model = two(MLP().double())
     values = build().state_dict() if rank == 0 or not broadcast else {}
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast))
-    found = {name: p.full_tensor() for name, p in model.named_parameters()}
-    torch.testing.assert_close(found, dict(build().state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(whole(model), dict(build().state_dict()), rtol=0, atol=0)
 
 
 @ranks(2)

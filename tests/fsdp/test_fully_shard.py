@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import types
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import torch_shard.fsdp
 from tests.compat.harness import MLP, Block, batch
-from tests.fsdp.programs import build, loss_of, plain, sgd, train
+from tests.fsdp.programs import build, fsdp2, loss_of, same_as_plain, sgd, train
 from tests.support.logs import captured_log
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
@@ -36,15 +37,7 @@ from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 DIMENSIONS = getattr(torch_shard.fsdp, "DataParallelMeshDims", types.SimpleNamespace)
 
 
-def wrapped(model=None, **arguments):
-    model = build() if model is None else model
-    for block in model.blocks:
-        fully_shard(block, **arguments)
-    return fully_shard(model, **arguments)
-
-
-def same_as_plain(model, rank):
-    torch.testing.assert_close(train(model, sgd(model), rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+wrapped = functools.partial(fsdp2, torch_shard.fsdp)
 
 
 @ranks(2)
@@ -56,7 +49,7 @@ def test_modules_keep_their_identity_and_get_torchs_class(rank):
     assert type(model).__name__ == "FSDPMLP" and type(blocks[0]).__mro__[1:3] == (FSDPModule, FSDPModule.__mro__[1])
     assert isinstance(model, MLP) and isinstance(blocks[0], Block) and type(model.inp) is nn.Linear
     assert isinstance(type(blocks[0])(7), Block) and not isinstance(type(blocks[0])(7), FSDPModule)
-    torch.testing.assert_close(train(model, optimizer, rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+    same_as_plain(model, rank, optimizer=optimizer)
     found = model.state_dict()
     assert list(found) == list(build().state_dict()) and all(isinstance(v, ShardTensor) for v in found.values())
     with pytest.raises(ShardPicklingError, match="state_dict"):
@@ -237,23 +230,16 @@ def test_a_step_with_gradients_that_a_part_of_the_model_held_back_is_refused(ran
 
 
 @ranks(1, 2)
-def test_the_divide_factor_of_a_module_is_its_own(rank, world_size):
+def test_the_divide_factor_of_a_module_is_its_own_and_a_copy_keeps_it(rank, world_size):
     model, reference = wrapped(), wrapped()
     model.blocks[1].set_gradient_divide_factor(0.5)
-    for m in (model, reference):
+    loss_of(reference, batch(rank, 0)).backward()
+    for m in (model, copy.deepcopy(model)):
         loss_of(m, batch(rank, 0)).backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        scale = world_size / 0.5 if name.startswith("blocks.1.") else 1.0
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor() * scale, rtol=1e-12, atol=1e-14)
-
-
-@ranks(2)
-def test_a_copy_keeps_the_divide_factors(rank):
-    model = wrapped()
-    for module in (model, *model.blocks):
-        module.set_gradient_divide_factor(1.0)
-    loss_of(model, batch(rank, 0)).backward()
-    twin = copy.deepcopy(model)
+        for (name, p), q in zip(m.named_parameters(), reference.parameters(), strict=True):
+            scale = world_size / 0.5 if name.startswith("blocks.1.") else 1.0
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor() * scale, rtol=1e-12, atol=1e-14)
+    twin = copy.deepcopy(model)  # which is sharded already
     loss_of(twin, batch(rank, 0)).backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(q.grad.full_tensor(), p.grad.full_tensor(), rtol=1e-12, atol=1e-14)

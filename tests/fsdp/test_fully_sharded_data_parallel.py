@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 
@@ -79,8 +80,7 @@ def test_the_outermost_wrapped_module_is_sharded_by_whichever_is_used_first(rank
     assert engine_of(model) is engine_of(net) is not None and isinstance(net.inp.weight, ShardTensor)
     assert [u.name for u in engine_of(net).units] == ["inp", "blocks.0", "blocks.1", "blocks.2", "head"]
     optimizer.zero_grad()
-    losses = train(model, optimizer, rank)
-    torch.testing.assert_close(losses, plain(rank)[0], rtol=1e-10, atol=1e-12)
+    same_as_plain(model, rank, optimizer=optimizer)
 
 
 @ranks(2)
@@ -112,8 +112,7 @@ def test_a_subclass_keeps_its_constructor_and_its_forward(rank):
 def test_a_model_inside_torchs_checkpoint_wrapper_trains_like_plain(rank):
     model = FSDP(checkpoint_wrapper(build()))
     assert type(model.module) is MLP
-    losses = train(model, sgd(model), rank)
-    torch.testing.assert_close(losses, plain(rank)[0], rtol=1e-10, atol=1e-12)
+    same_as_plain(model, rank)
     assert list(model.state_dict()) == list(build().state_dict())
 
 
@@ -158,82 +157,47 @@ def test_gradients_that_came_past_the_wrapped_model_are_refused():
     model(batch(0, 0))
 
 
+class Tied(nn.Module):
+    """Two layers that share a weight, or are one layer at two places."""
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        if layer:
+            self.b = self.a
+        else:
+            self.b.weight = self.a.weight
+        self.double()
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
 @ranks(2)
 def test_a_parameter_shared_by_wrapped_modules_trains_like_plain(rank):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-            self.b.weight = self.a.weight
-
-        def forward(self, x):
-            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-
-    torch.manual_seed(0)
-    net = Tied().double()
-    reference = copy.deepcopy(net)
+    net = Tied(layer=False)
     net.a, net.b = FSDP(net.a), FSDP(net.b)
-    losses = train(FSDP(net), sgd(net), rank)
-    optimizer, wanted = sgd(reference), []
-    for step in range(3):
-        loss = loss_of(reference, batch(rank, step))
-        loss.backward()
-        average_grads(reference)
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
-    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
+    same_as_plain(FSDP(net), rank, reference=Tied(layer=False))
 
 
 @ranks(2)
 @pytest.mark.parametrize("wrapped", ["a", "b"])
 def test_a_layer_at_two_places_may_be_wrapped_at_one_of_them(wrapped, rank):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.c = nn.Linear(5, 5), nn.Linear(5, 3)
-            self.b = self.a
-
-        def forward(self, x):
-            return self.c(self.b(torch.tanh(self.a(x))))
-
-    torch.manual_seed(0)
-    net = Twice().double()
-    reference = copy.deepcopy(net)
+    net = Tied(layer=True)
     setattr(net, wrapped, FSDP(net.a))
     model = FSDP(net)
-    losses = train(model, sgd(model), rank)
+    same_as_plain(model, rank, reference=Tied(layer=True))
     assert isinstance(net.a, FSDP) and net.a is net.b
-    optimizer, wanted = sgd(reference), []
-    for step in range(3):
-        loss = loss_of(reference, batch(rank, step))
-        loss.backward()
-        average_grads(reference)
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
-    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
-    assert list(model.state_dict()) == list(reference.state_dict())
-
-
-class Two(nn.Module):
-    """Two models, each wrapped by itself, in a plain module."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = FSDP(build()), FSDP(nn.Linear(3, 4).double())
-
-    def forward(self, x):
-        return self.b(self.a(x))
+    assert list(model.state_dict()) == list(Tied(layer=True).state_dict())
 
 
 @ranks(2)
 def test_several_wrapped_models_in_a_plain_module(rank):
     torch.manual_seed(1)
-    model = Two()
     reference = nn.Sequential(build(), nn.Linear(3, 4).double())
-    reference[1].load_state_dict(model.b.state_dict())
-    optimizers = [sgd(model.a), sgd(model.b)]
+    model = nn.Sequential(*(FSDP(copy.deepcopy(part)) for part in reference))
+    optimizers = [sgd(part) for part in model]
     plain_optimizer = sgd(reference)
     for step in range(2):
         loss_of(model, batch(rank, step)).backward()
@@ -242,7 +206,7 @@ def test_several_wrapped_models_in_a_plain_module(rank):
         for optimizer in (*optimizers, plain_optimizer):
             optimizer.step()
             optimizer.zero_grad()
-    assert FSDP.fsdp_modules(model, root_only=True) == [model.a, model.b]
+    assert FSDP.fsdp_modules(model, root_only=True) == list(model)
     expected = [p.detach() for p in reference.parameters()]
     with FSDP.summon_full_params(model, writeback=False):
         torch.testing.assert_close([p.detach() for p in model.parameters()], expected, rtol=1e-9, atol=1e-10)
@@ -296,16 +260,10 @@ def test_no_sync_around_backward_alone_accumulates_as_torchs_does(rank):
     """DDP decides by the forward, FSDP by the backward: here the last backward must reduce what its forward did not announce."""
     model, reference = FSDP(build()), build()
     for m in (model, reference):
-        first, second = loss_of(m, batch(rank, 0)), None
-        if m is model:
-            with model.no_sync():
-                first.backward()
-                second = loss_of(m, batch(rank, 1))
-        else:
-            first.backward()
+        with model.no_sync() if m is model else contextlib.nullcontext():
+            loss_of(m, batch(rank, 0)).backward()
             second = loss_of(m, batch(rank, 1))
         second.backward()
-        sgd(m)
     average_grads(reference)
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         for name, p in model.named_parameters():
@@ -358,13 +316,10 @@ def test_apply_sees_whole_parameters():
 @ranks(2)
 @pytest.mark.exhaustive
 def test_compiled_models_train_like_plain(rank):
-    same_as_plain_compiled = [torch.compile(FSDP(build(), auto_wrap_policy=BLOCKS), backend="eager")]
-    blocks = FSDP(build(), auto_wrap_policy=BLOCKS)
-    for block in blocks.blocks:
-        block.compile(backend="eager")
-    pending = FSDP(build())
-    pending.compile(backend="eager")
-    for model in (*same_as_plain_compiled, blocks, pending):
+    blocks, pending = FSDP(build(), auto_wrap_policy=BLOCKS), FSDP(build())
+    for module in (*blocks.blocks, pending):
+        module.compile(backend="eager")
+    for model in (torch.compile(FSDP(build(), auto_wrap_policy=BLOCKS), backend="eager"), blocks, pending):
         torch.testing.assert_close(train(model, sgd(model), rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+import torch_shard.fsdp
 from tests.compat.harness import Block, batch
-from tests.fsdp.programs import build, loss_of, plain, sgd, train
+from tests.fsdp.programs import build, fsdp2, loss_of, same_as_plain, sgd
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -24,11 +27,7 @@ def by_class(offload=True, **arguments):
 
 
 def by_function(policy=None, **arguments):
-    model = build()
-    policy = CPUOffloadPolicy() if policy is None else policy
-    for block in model.blocks:
-        fully_shard(block, offload_policy=policy, **arguments)
-    return fully_shard(model, offload_policy=policy, **arguments)
+    return fsdp2(torch_shard.fsdp, offload_policy=CPUOffloadPolicy() if policy is None else policy, **arguments)
 
 
 MODELS = {
@@ -47,7 +46,7 @@ def on_host(engine):
 @ranks(2)
 def test_it_trains_as_plain_training_with_all_of_it_in_host_memory(rank, name):
     model = MODELS[name]()
-    torch.testing.assert_close(train(model, sgd(model), rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+    same_as_plain(model, rank)
     engine = engine_of(model)
     assert engine.config.offload == Offload() and on_host(engine)
 
@@ -70,31 +69,22 @@ def test_what_says_nothing_offloads_nothing(rank):
 @ranks(2)
 def test_accumulation_and_clipping_are_those_without(rank, name):
     found = []
-    for model in (build_of(name, None), MODELS[name]()):
+    without = by_class(False, auto_wrap_policy=BLOCKS) if name == "fsdp1" else by_function(OffloadPolicy())
+    for model in (without, MODELS[name]()):
         optimizer, norms = sgd(model), []
         for step in range(3):
             for micro in range(2):
                 if name == "fsdp2":
                     model.set_requires_gradient_sync(micro == 1)
+                with model.no_sync() if name == "fsdp1" and micro == 0 else contextlib.nullcontext():
                     loss_of(model, batch(rank, 2 * step + micro)).backward()
-                elif micro == 0:
-                    with model.no_sync():
-                        loss_of(model, batch(rank, 2 * step)).backward()
-                else:
-                    loss_of(model, batch(rank, 2 * step + 1)).backward()
             clip = torch.nn.utils.clip_grad_norm_ if name == "fsdp2" else lambda _, limit: model.clip_grad_norm_(limit)  # noqa: B023
             norms.append(float(clip(model.parameters(), 0.1)))
             optimizer.step()
             optimizer.zero_grad()
-        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        found.append((norms, {key: value.cpu() for key, value in whole.items()}))
+        found.append((norms, whole(model)))
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
     assert min(found[0][0]) > 0.1
-
-
-def build_of(name, offload):
-    assert offload is None
-    return by_class(False, auto_wrap_policy=BLOCKS) if name == "fsdp1" else by_function(OffloadPolicy())
 
 
 @pytest.mark.parametrize("name", ["fsdp1", *exhaustive("fsdp2")])
@@ -106,8 +96,7 @@ def test_state_dicts_are_those_after_the_step_and_load(rank, name):
     sgd(model).step()
     after = whole(model)
     assert any(not torch.equal(before[key], value) for key, value in after.items())
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)
+    set_model_state_dict(other, after, options=StateDictOptions(full_state_dict=True))
     for key, value in whole(other).items():
         assert torch.equal(value, after[key]), key
     assert torch.equal(model(batch(rank, 1)), other(batch(rank, 1)))
@@ -125,7 +114,7 @@ def test_where_a_part_asks_for_it_all_of_the_model_is_offloaded_and_a_warning_sa
     fully_shard(model.blocks[0], **({} if outer else {"offload_policy": CPUOffloadPolicy()}))
     fully_shard(model, **({"offload_policy": CPUOffloadPolicy()} if outer else {}))
     with captured_log() as messages:
-        torch.testing.assert_close(train(model, sgd(model), rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+        same_as_plain(model, rank)
     assert on_host(engine_of(model))
     if rank == 0:  # the logger is silent on the others
         assert ("no offload of blocks.0" if outer else "no offload of the outermost module") in messages[0]

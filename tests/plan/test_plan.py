@@ -128,16 +128,6 @@ def test_tied_parameters_are_owned_once_and_trigger_from_every_module_that_holds
     assert info.owners == (("wte", "weight"), ("head", "weight"))
 
 
-def test_a_module_registered_twice_is_planned_once():
-    model = nn.Module()
-    model.first = Block()
-    model.second = model.first
-    plan = plan_of(model, unit_bytes=64)
-    assert plan.numel == sum(p.numel() for p in model.parameters())
-    assert plan.unit_of("second.norm.weight").triggers == ("first.norm",)
-    assert plan.unit_of("first.norm.weight").params[0].owners == (("first.norm", "weight"),)
-
-
 def test_direct_parameters_are_a_unit_triggered_by_their_module():
     class Scaled(Gpt):
         def __init__(self) -> None:

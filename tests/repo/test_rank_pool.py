@@ -19,10 +19,6 @@ def identify(rank: int, world_size: int) -> tuple[int, int, int, int]:
     return os.getpid(), rank, dist.get_rank(), dist.get_world_size()
 
 
-def scale(rank: int, world_size: int, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * rank
-
-
 def raise_on_rank_1(rank: int, world_size: int) -> None:
     print(f"rank {rank} says hello")
     if rank == 1:
@@ -80,12 +76,6 @@ def test_every_rank_runs_the_function_in_a_process_that_is_kept(world_size):
     first = run(world_size, identify)
     assert [row[1:] for row in first] == [(r, r, world_size) for r in range(world_size)]
     assert run(world_size, identify) == first
-
-
-def test_arguments_and_results_may_be_tensors():
-    results = run(2, scale, torch.arange(3.0))
-    assert torch.equal(results[1], torch.arange(3.0))
-    assert torch.equal(results[0], torch.zeros(3))
 
 
 def test_a_failing_rank_shows_its_own_traceback_and_output_and_is_replaced(short_grace):
@@ -157,16 +147,3 @@ def test_a_decorated_body_runs_on_every_rank(rank, world_size, device, scale, tm
     dist.all_reduce(total)
     assert total.tolist() == [scale * world_size] * 2
     assert len(list(Path(tmp_path).iterdir())) == world_size
-
-
-def test_some_numbers_of_ranks_may_be_for_the_exhaustive_tests_only():
-    (mark,) = ranks(1, exhaustive=(3,))(identify).pytestmark
-    name, (always, sometimes) = mark.args
-    assert (name, always.values, sometimes.values) == ("world_size", (1,), (3,))
-    assert ([m.name for m in always.marks], [m.name for m in sometimes.marks]) == ([], ["exhaustive"])
-
-
-@ranks(2)
-def test_a_decorated_body_needs_no_arguments():
-    assert torch.get_num_threads() == 1
-    assert os.environ["RANK"] == str(dist.get_rank())

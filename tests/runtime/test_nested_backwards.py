@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.compat.harness import Pair, batch, plain_backward
+from tests.compat.harness import Pair, batch, plain_backward, train_both
 from tests.support.ranks import ranks
 from torch_shard.unit.unit import State
 
@@ -37,10 +37,7 @@ class Model(nn.Module):
 @ranks(2)
 def test_a_unit_stays_while_the_outer_backward_needs_it(rank: int, world_size: int) -> None:
     inner = ["around.first", "around.last", "around.layer.weight", "around.layer.bias"]
-    pair = Pair(Model, rank, world_size, units=[inner])
-    for step in range(3):
-        pair.step(plain_backward, batch(rank, step))
-    pair.check()
+    train_both(Model, rank, world_size, units=[inner])
 
 
 class Chain(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -187,21 +189,14 @@ class _EndsAsTheTimeIsUp:
             raise RuntimeError(self.failure or "Timed out")
 
 
-def _wait(work: _EndsAsTheTimeIsUp) -> None:
+@pytest.mark.parametrize("failure", ["", "connection reset"])
+@ranks(2)
+def test_a_collective_that_ends_as_the_time_of_its_wait_is_up_is_an_error_only_if_it_failed(failure):
     channel = torch_shard.shard(nn.Linear(3, 3))._runtime.collectives.watchdog.channels["control"]
-    Pending(Watchdog(0, [0, 1], 5.0, "a test"), channel, 1, "a gather", work).wait()
-    assert work.waits == 3
-
-
-@ranks(2)
-def test_a_collective_that_ends_as_the_time_of_its_wait_is_up_is_no_error():
-    _wait(_EndsAsTheTimeIsUp())
-
-
-@ranks(2)
-def test_a_collective_that_fails_as_the_time_of_its_wait_is_up_is_an_error():
-    with pytest.raises(ShardError, match="a gather failed"):
-        _wait(_EndsAsTheTimeIsUp("connection reset"))
+    work = _EndsAsTheTimeIsUp(failure)
+    with pytest.raises(ShardError, match="a gather failed") if failure else contextlib.nullcontext():
+        Pending(Watchdog(0, [0, 1], 5.0, "a test"), channel, 1, "a gather", work).wait()
+    assert failure or work.waits == 3
 
 
 @ranks(2)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.comm.test_traffic import Collectives
-from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same_params, train_both
+from tests.compat.harness import MLP, Checkpointed, Pair, batch, loss_of, plain_backward, same_params, train_both
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
@@ -105,14 +105,6 @@ def test_a_rank_that_keeps_a_unit_takes_part_in_its_neighbours_gather(rank, worl
     train_both(lambda: Keeps(rank == 1), rank, world_size, **TWO)
 
 
-class Recomputes(MLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
 @pytest.mark.exhaustive
 @ranks(4)
 def test_a_recomputation_computes_with_what_was_edited_since_forward(rank, world_size):
@@ -123,7 +115,7 @@ def test_a_recomputation_computes_with_what_was_edited_since_forward(rank, world
                 block.up.weight.mul_(0.5)
         loss.backward()
 
-    train_both(Recomputes, rank, world_size, run=run, **TWO)
+    train_both(Checkpointed, rank, world_size, run=run, **TWO)
 
 
 @pytest.mark.parametrize("who", [(0, 1, 2, 3), *exhaustive(((1,),))], ids=str)
@@ -172,9 +164,7 @@ def test_evaluation_and_gathered_between_forward_and_backward(rank, world_size):
         first.backward()
         second.backward()
 
-    for step in range(3):
-        pair.step(run, batch(rank, step))
-    pair.check()
+    pair.train(*range(3), run=run)
     assert parts(pair.engine) == 0
 
 
@@ -189,46 +179,36 @@ def test_a_part_is_not_used_after_a_step(rank, world_size):
     pair.check()
 
 
-@pytest.mark.parametrize("precision", [*exhaustive(torch.bfloat16), None])
+CODES = torch_shard.Quantized("int8", block=32, min_size=1)
+KEPT = {
+    "stored": (lambda: MLP(width=16), {"unit_bytes": 1000}, 4),
+    "bfloat16": (lambda: MLP(width=16), {"unit_bytes": 1000, "precision": torch.bfloat16}, 2),
+    # `debug` compares the edits of a recomputed forward with the right values.
+    "decoded": (lambda: Odd(width=40), {"unit_bytes": 5000, "quantized": CODES, "debug": True}, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ["stored", *exhaustive("bfloat16", "decoded")])
 @ranks(4)
-def test_parts_hold_what_modules_compute_with(precision, rank, world_size):
+def test_parts_hold_what_modules_compute_with(kind, rank, world_size):
     """To the bit the same as without them, at the size of the computation's dtype."""
+    build, settings, itemsize = KEPT[kind]
     trained = []
     for again in (2, None):
         torch.manual_seed(0)
-        model = MLP(width=16)
-        engine = torch_shard.shard(model, reshard_after_forward=again, unit_bytes=1000, precision=precision)
+        model = build()
+        engine = torch_shard.shard(model, reshard_after_forward=again, **settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             loss = loss_of(model(batch(rank, step).float()))
             if again:
-                assert 0 < parts(engine) < sum(p.numel() for p in model.parameters()) * (2 if precision else 4) / 2
+                assert 0 < parts(engine) < sum(p.numel() for p in model.parameters()) * itemsize / 2
             loss.backward()
+            model.aux = None
             optimizer.step()
             optimizer.zero_grad()
         trained.append(model)
     for p, q in zip(*(m.parameters() for m in trained), strict=True):
-        assert torch.equal(p.to_local(), q.to_local())
-
-
-@pytest.mark.exhaustive
-@ranks(4)
-def test_what_was_sent_as_codes_is_gathered_again_as_it_was(rank, world_size):
-    """To the bit as without parts; edits of a recomputed forward are compared with the right values."""
-    trained = []
-    for again in (2, None):
-        torch.manual_seed(0)
-        model = Odd(width=40)
-        quantized = torch_shard.Quantized("int8", block=32, min_size=1)
-        engine = torch_shard.shard(model, reshard_after_forward=again, unit_bytes=5000, quantized=quantized, debug=True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            loss_of(model(batch(rank, step).float())).backward()
-            model.aux = None
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append((model, engine))
-    for p, q in zip(*(m.parameters() for m, _ in trained), strict=True):
         assert torch.equal(p.to_local(), q.to_local())
 
 

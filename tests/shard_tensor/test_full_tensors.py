@@ -14,7 +14,7 @@ from tests.support.shard_helpers import GroupComm, sharded
 from torch_shard.errors import DivergenceError
 from torch_shard.shard_tensor.full_tensor import full_tensors
 
-DTYPES = [torch.bool, torch.int64, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.float64]
+DTYPES = [torch.bool, torch.int64, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.float32]
 LARGE = (300, 301)
 
 
@@ -26,15 +26,14 @@ def values(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         bits = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         value = (bits > 0) if dtype is torch.bool else (10 * bits).to(dtype)
         found[name] = value.to(memory_format=torch.channels_last) if name == "image" else value
+    if dtype is torch.float32:
+        found["small"][:4] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45])
     return found
 
 
 def equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype and actual.shape == expected.shape and actual.stride() == expected.stride()
-    assert (
-        actual.contiguous().view(-1).view(torch.uint8).tolist()
-        == expected.contiguous().view(-1).view(torch.uint8).tolist()
-    )
+    assert torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (actual, expected)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,12 +57,6 @@ def test_tensors_of_several_dtypes_come_in_one_message_from_each_rank(rank: int,
     for value, expected in zip(full_tensors(tensors, "a test"), plain, strict=True):
         equal(value, expected)
     assert comm.calls == 1 + world_size, "what is gathered, and each rank's shards"
-
-
-@ranks(3)
-def test_negative_zeros_and_nans_stay(rank: int, world_size: int) -> None:
-    value = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45] * 10)
-    equal(sharded({"p": value}, rank, world_size)["p"].full_tensor(), value)
 
 
 @pytest.mark.parametrize("shape", [LARGE, (5, 3)], ids=["large", "small"])

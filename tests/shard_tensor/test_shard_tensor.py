@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 import pickle
 
 import pytest
@@ -266,28 +265,6 @@ def test_inference_mode_reads_and_leaves_it_trainable(rank, world_size):
         same(p.full_tensor().clone(), w)
     p.pow(2).sum().backward()
     same(p.grad, 2 * w)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
-@ranks(1, 3)
-def test_full_tensor_is_exact_to_the_bit(rank, world_size, dtype):
-    plain = values(dtype if not dtype.is_complex else torch.float32)
-    plain = {name: t.to(dtype) for name, t in plain.items()}
-    if dtype == torch.float32:
-        plain["vector"][:4] = torch.tensor([-0.0, math.nan, math.inf, 5e-45])
-    for name, shard in sharded(plain, rank, world_size).items():
-        full = shard.full_tensor()
-        assert type(full) is torch.Tensor and full.stride() == plain[name].stride() and not full.requires_grad
-        a, b = (t.clone(memory_format=torch.contiguous_format).view(-1) for t in (full, plain[name]))
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-@ranks(2)
-def test_it_flattens_and_unflattens(rank, world_size):
-    shard = sharded(values(), rank, world_size)["cube"]
-    names, spec = shard.__tensor_flatten__()
-    inner = {name: getattr(shard, name) for name in names}
-    same(ShardTensor.__tensor_unflatten__(inner, spec, shard.shape, shard.stride()), values()["cube"])
 
 
 @ranks(3)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, average_grads, batch, loss_of, plain_backward, same_grads
+from tests.compat.harness import MLP, Pair, batch, plain_backward, same_grads
 from tests.support.bad_input_helpers import Net, small, step
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -258,32 +258,6 @@ def test_edits_of_views_count_in_clipping_and_in_the_step(rank, world_size, offl
         for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
             optimizer.state[model.head.weight]["exp_avg"][0].zero_()
             optimizer.state[model.inp.weight]["exp_avg_sq"].view(-1)[3:9] = 0.5
-    pair.check()
-
-
-@ranks(2)
-def test_a_projection_of_gradients_of_several_losses_trains_like_plain(rank, world_size):
-    def projected(model, x):
-        """PCGrad, as a wrapper of an optimizer does it: flat vectors of each loss's gradients."""
-        found = []
-        for i in range(2):
-            model.zero_grad()
-            loss_of(model(x)[:, i]).backward()
-            if model is pair.plain:
-                average_grads(model)
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        inner = found[0] @ found[1]
-        total = found[0] + found[1] - inner * found[1] / found[1].norm() ** 2
-        at = 0
-        for p in model.parameters():
-            p.grad = total[at : at + p.numel()].view_as(p).clone()
-            at += p.numel()
-
-    pair = Pair(MLP, rank, world_size)
-    for number in range(3):
-        pair.each(projected, batch(rank, number))
-        same_grads(pair.model, pair.plain)
-        pair.update()
     pair.check()
 
 

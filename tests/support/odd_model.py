@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -51,6 +53,15 @@ def reference_grads(plain: Net, world_size: int) -> None:
     """Give the plain model the gradients that the ranks' batches have on average."""
     for r in range(world_size):
         (plain(batch(r)).pow(2).mean() / world_size).backward()
+
+
+def trained(world_size: int, rank: int, **config: Any) -> tuple[Net, Net, torch_shard.Engine]:
+    """Return a plain and a sharded model after one backward, and the engine."""
+    plain, model = build(), build()
+    engine = torch_shard.shard(model, **{"unit_bytes": 256, **config})
+    reference_grads(plain, world_size)
+    model(batch(rank)).pow(2).mean().backward()
+    return plain, model, engine
 
 
 def assert_grads(model: nn.Module, plain: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import torch_shard
 from tests.support.marks import exhaustive, quick
-from tests.support.odd_model import Net, assert_grads, assert_same, batch, build, reference_grads
+from tests.support.odd_model import Net, assert_grads, assert_same, batch, build, reference_grads, trained
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ReplacedParameterError, ShardError, UnitStateError
 
@@ -87,9 +88,7 @@ def test_the_lowest_named_rank_decides(strategy: str, rank: int) -> None:
 @pytest.mark.parametrize("write", [*exhaustive(False), True])
 @ranks(2)
 def test_gradients(strategy: str, ranks_arg: Any, place: Any, write: bool, rank: int, world_size: int) -> None:
-    plain, model, engine = sharded(strategy=strategy)
-    reference_grads(plain, world_size)
-    model(batch(rank)).pow(2).mean().backward()
+    plain, model, engine = trained(world_size, rank, strategy=strategy)
     with engine.gathered(grads=True, write=write, ranks=ranks_arg, device=place):
         if ranks_arg in (None, rank):
             for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -390,10 +389,8 @@ def test_one_rank_alone_hears_of_it(rank: int) -> None:
 
 @ranks(2)
 def test_recurrent_layers(rank: int) -> None:
-    torch.manual_seed(0)
-    plain = nn.LSTM(3, 4)
-    torch.manual_seed(0)
     model = nn.LSTM(3, 4)
+    plain = copy.deepcopy(model)
     engine = torch_shard.shard(model)
     x = torch.randn(5, 2, 3)
     for where in (None, 0):
