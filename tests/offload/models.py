@@ -68,7 +68,8 @@ class Training:
         for micro in range(accumulate):
             last = micro == accumulate - 1
             with self.engine.no_sync() if not sync and not last else torch.enable_grad():
-                loss = loss_of(self.model, inputs(self.rank, 10 * number + micro)) / accumulate
+                x = inputs(self.rank, 10 * number + micro).to(next(self.model.parameters()).dtype)
+                loss = loss_of(self.model, x) / accumulate
                 loss.backward()
             self.seen.append(loss.item())
         if clip is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -16,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.marks import exhaustive
 from tests.support.offload_models import ROWS, WIDTH, Layer, Net, batch, equal, gradients, net, offload_in
-from torch_shard import activation_offload
-from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations, offload_of
+from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.activation_offload import MIN_BYTES, ActivationOffload
 from torch_shard.errors import ConfigError, HostMemoryError, ShardError
 from torch_shard.offload import host_buffers
@@ -77,12 +74,39 @@ def test_each_input_is_on_its_way_back_when_backward_comes_to_the_layer():
     assert offload.late == 0
 
 
-def test_two_forwards_before_backward_come_back_in_time():
+def two_forwards(model):
+    (model(batch(0)) + model(batch(1))).backward()
+
+
+def backward_twice(model):
+    loss = model(batch())
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradients_of_gradients(model):
+    x = batch().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("backward", [two_forwards, backward_twice, gradients_of_gradients])
+def test_other_backwards_give_the_same_gradients(backward):
     model, plain = net(), net(False)
     for m in (model, plain):
         torch.manual_seed(3)
-        (m(batch(0)) + m(batch(1))).backward()
-    assert equal(gradients(model), gradients(plain)) and offload_in(model).late == 0
+        backward(m)
+    assert equal(gradients(model), gradients(plain)) and not left_behind(model)
+    assert backward is not two_forwards or offload_in(model).late == 0
+
+
+def test_host_memory_does_not_grow_from_step_to_step():
+    model, sizes = net(), set()
+    for step in range(20):
+        model(batch(step)).backward()
+        model.zero_grad()
+        sizes.add((offload_in(model).host_bytes, offload_in(model).host_bytes_in_use))
+    assert sizes == {(4 * INPUT, 0)}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -125,22 +149,6 @@ def test_inside_of_another_checkpoint_nothing_is_kept_and_nothing_moved(use_reen
     assert equal(gradients(model), gradients(plain)) and offload_in(model).copied_out == 0
 
 
-def test_a_checkpoint_inside_of_an_offloaded_layer_is_left_to_the_layer():
-    class Outer(Layer):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-            return super().forward(checkpoint(torch.sigmoid, x, use_reentrant=False), mask)
-
-    models = []
-    for offloaded in (False, True):
-        torch.manual_seed(0)
-        models.append(Net())
-        models[-1].layers[1] = Outer()
-        with checkpointed_layers(models[-1], False, None, offloaded and (Layer, Outer)):
-            pass
-    assert equal(trained(models[1]), trained(models[0]))
-    assert offload_in(models[1]).copied_out == 12 * INPUT
-
-
 def test_where_the_user_has_hooks_for_saved_tensors_in_force_these_have_the_inputs():
     model, found = net(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.data_ptr()) or t, lambda t: t):
@@ -157,26 +165,6 @@ def test_without_gradients_and_in_evaluation_nothing_is_moved():
     model.eval()
     model(batch()).backward()
     assert offload_in(model).copied_out == 0
-
-
-def test_backward_twice_gives_twice_the_gradients():
-    model, plain = net(), net(False)
-    for m in (model, plain):
-        torch.manual_seed(3)
-        loss = m(batch())
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert equal(gradients(model), gradients(plain)) and not left_behind(model)
-
-
-def test_gradients_of_gradients_are_the_same():
-    model, plain = net(), net(False)
-    for m in (model, plain):
-        torch.manual_seed(3)
-        x = batch().requires_grad_()
-        (grad,) = torch.autograd.grad(m(x), x, create_graph=True)
-        grad.square().sum().backward()
-    assert equal(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "never"])
@@ -273,15 +261,11 @@ def test_what_is_no_plain_dense_tensor_stays_where_it_is(kind):
 
 FORMS = {
     "transposed": lambda: torch.randn(WIDTH, ROWS).t(),
-    "permuted": lambda: torch.randn(8, ROWS, WIDTH).permute(2, 0, 1),
     "channels last": lambda: torch.randn(2, 8, 32, 32).to(memory_format=torch.channels_last),
     "a part of another": lambda: torch.randn(3, ROWS, WIDTH)[1],
     "int64": lambda: torch.randint(9, (ROWS, WIDTH)),
-    "bool": lambda: torch.rand(4 * ROWS, WIDTH) > 0.5,
-    "bf16": lambda: torch.randn(2 * ROWS, WIDTH).bfloat16(),
     "float8": lambda: torch.randn(4 * ROWS, WIDTH).to(torch.float8_e4m3fn),
     "complex": lambda: torch.randn(ROWS, WIDTH, dtype=torch.complex64),
-    "NaN": lambda: torch.full((ROWS, WIDTH), float("nan")),
     "a single row": lambda: torch.randn(1, MIN_BYTES)[:, : MIN_BYTES // 2],
 }
 
@@ -309,43 +293,6 @@ def test_a_tensor_comes_back_as_it_was(form):
     assert torch.equal(*bits)
 
 
-def test_nothing_grows_and_buffers_are_used_again_in_the_same_pattern():
-    model = net()
-    offload = offload_in(model)
-    used: list[list[int]] = []
-    take = activation_offload._Copy.__init__
-
-    def noting(self: Any, *args: Any) -> None:
-        take(self, *args)
-        used[-1].append(self.host.data_ptr())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload._Copy, "__init__", noting)
-        sizes = []
-        for step in range(20):
-            used.append([])
-            model(batch(step)).backward()
-            sizes.append((offload.host_bytes, offload.host_bytes_in_use, len(offload._copies), len(offload._on_device)))
-            model.zero_grad()
-    assert all(found == used[0] and len(set(found)) == 4 for found in used)
-    assert set(sizes) == {(4 * INPUT, 0, 0, 1)}
-    kinds = (activation_offload._Copy, activation_offload._Kept, activation_offload._Call, activation_offload._OnDevice)
-    assert not [found for found in gc.get_objects() if type(found) in kinds]
-
-
-def test_copies_of_the_model_have_buffers_of_their_own():
-    model = net()
-    model(batch()).backward()
-    model.zero_grad()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(offload_in(model)))):
-        found = other if isinstance(other, ActivationOffload) else offload_in(other)
-        assert found is not offload_in(model) and found.host_bytes == 0
-    other = copy.deepcopy(model)
-    assert len({id(layer.forward.offload) for layer in other.layers}) == 1
-    assert equal(trained(other), trained(model))
-    assert offload_in(other).copied_out == 12 * INPUT
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("compiled", ["the layers", *exhaustive("the model", "what is in the layers")])
 def test_compiled_models_have_the_same_numbers_and_their_inputs_moved(compiled):
@@ -366,15 +313,6 @@ def test_compiled_models_have_the_same_numbers_and_their_inputs_moved(compiled):
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert offload_in(model).copied_out == 4 * INPUT
-
-
-def test_layers_are_as_they_were_where_it_is_undone_or_set_up_fails():
-    model = net(chosen=True)
-    keep_activations(model)
-    assert offload_of(model) is None and "forward" not in model.layers[0].__dict__
-    with pytest.raises(KeyError), checkpointed_layers(model, False, None, True):
-        raise KeyError
-    assert offload_of(model) is None and "forward" not in model.layers[0].__dict__
 
 
 class Group(nn.Module):
@@ -406,18 +344,6 @@ def test_layers_whose_inputs_nobody_keeps_are_refused():
         with pytest.raises(ConfigError, match=said), checkpointed_layers(model, False, None, chosen):
             pass
     assert not any("forward" in module.__dict__ for m in (model, own) for module in m.modules())
-
-
-def test_a_layer_around_a_checkpointed_one_is_computed_again_as_a_whole():
-    torch.manual_seed(0)
-    plain = nn.Sequential(Group(), Group())
-    model = copy.deepcopy(plain)
-    with checkpointed_layers(model, (Layer,), None, (Group,)) as number:
-        assert number == 2
-    for m in (model, plain):
-        torch.manual_seed(3)
-        m(batch() * 1).sum().backward()
-    assert equal(gradients(model), gradients(plain)) and offload_in(model).copied_out == 2 * INPUT
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, None])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +9,8 @@ from torch import nn
 
 import torch_shard
 from tests.comm.test_comm_hook import PowerSGD
-from tests.offload.models import HALF, OFFLOADS, Model, Training, alike, chosen, inputs, loss_of, steps
-from tests.support.marks import one_at_a_time
+from tests.offload.models import HALF, OFFLOADS, WIDTH, Model, Training, alike, chosen, inputs, loss_of, steps
+from tests.support.marks import one_at_a_time, quick
 from tests.support.ranks import ranks
 from tests.tensor_parallel import harness as tensor_parallel
 from torch_shard import Precision, Quantized
@@ -20,19 +18,65 @@ from torch_shard import Precision, Quantized
 BF16 = torch.bfloat16
 OPTIMIZERS = ["AdamW", "SGD"]
 
-# -- numbers on their way -----------------------------------------------------------------------------------------------
+# -- settings -----------------------------------------------------------------------------------------------------------
+
+
+class Uneven(Model):
+    """Tied and frozen parameters, one of the root's own, and some to leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[3][1].weight = self.blocks[0][1].weight
+        self.blocks[1].requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def in_bf16():
+    return Model().to(BF16)
+
 
 SMALL = {"block": 16, "min_size": 0}
-PARAMETERS, BOTH = Quantized("int8", **SMALL), Quantized("int8", "int8", error_feedback=False, **SMALL)
-QUANTIZED = [PARAMETERS, Quantized(gradients="int8", **SMALL), Quantized("float8", **SMALL), BOTH]
+BOTH = Quantized("int8", "int8", error_feedback=False, **SMALL)
+WIDE = Precision(param_dtype=BF16, master_dtype=torch.float32, reduce_dtype=torch.float32)
+FP16 = Precision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+KEPT = Precision(param_dtype=BF16, buffer_dtype=BF16, output_dtype=torch.float32, keep=[nn.LayerNorm])
+SETTINGS = {
+    "shard_optim": {"strategy": "shard_optim", "precision": HALF},
+    "shard_grad_op": {"strategy": "shard_grad_op", "precision": HALF},
+    "no_shard": {"strategy": "no_shard", "precision": HALF},
+    "prefetch 0": {"prefetch": 0, "units": ["blocks.*"]},
+    "prefetch 3": {"prefetch": 3, "units": ["blocks.*"]},
+    "debug": {"debug": True},
+    "one communicator": {"single_communicator": True},
+    "int8 gathers": {"quantized": Quantized("int8", **SMALL)},
+    "int8 gathers of bf16": {"quantized": Quantized("int8", **SMALL), "precision": HALF},
+    "float8 gathers": {"quantized": Quantized("float8", **SMALL)},
+    "int8 reductions": {"quantized": Quantized(gradients="int8", **SMALL)},
+    "int8 both": {"quantized": BOTH},
+    "rounded": {"make": in_bf16, "precision": Precision(stochastic_rounding=True)},
+    "rounded, low gradients": {
+        "make": in_bf16,
+        "precision": Precision(stochastic_rounding=True, keep_low_precision_grads=True),
+    },
+    "fp32 masters": {"make": in_bf16, "precision": WIDE},
+    "fp16": {"make": in_bf16, "precision": FP16},
+    "norms kept": {"make": in_bf16, "precision": KEPT},
+    "uneven": {"make": Uneven, "precision": HALF},
+    "uneven, some left out": {"make": Uneven, "precision": HALF, "ignore": ("blocks.2.0.*",)},
+}
 
 
-@one_at_a_time(quantized=QUANTIZED, offload=["kept", *OFFLOADS], optimizer=OPTIMIZERS, precision=[None, HALF])
-@ranks(2, exhaustive=(3,))
-def test_quantized_gathers_and_reductions(rank, tmp_path, offload, optimizer, quantized, precision):
+@pytest.mark.parametrize(
+    "settings", quick(SETTINGS, ["shard_optim", "int8 gathers", "rounded", "uneven, some left out"])
+)
+@one_at_a_time(offload=["kept", "cpu", "disk", "all on disk"], optimizer=OPTIMIZERS)
+@ranks(2, exhaustive=(1, 3))
+def test_settings(rank, tmp_path, offload, optimizer, settings):
     def train(offload):
-        settings = {"quantized": quantized, "precision": precision}
-        return steps(Training(rank, offload, optimizer, **settings), accumulate=2, clip=0.5)
+        return steps(Training(rank, offload, optimizer, **SETTINGS[settings]), accumulate=2, clip=0.5)
 
     alike(train, chosen(offload, tmp_path))
 
@@ -69,41 +113,19 @@ def test_a_communication_hook(rank, tmp_path, offload, optimizer, hook, sync):
     alike(train, chosen(offload, tmp_path))
 
 
-PRECISIONS = [
-    Precision(stochastic_rounding=True),
-    Precision(stochastic_rounding=True, keep_low_precision_grads=True),
-    Precision(param_dtype=BF16, master_dtype=torch.float32, reduce_dtype=torch.float32),
-    Precision(param_dtype=torch.float16, reduce_dtype=torch.float16),
-    Precision(param_dtype=BF16, buffer_dtype=BF16, output_dtype=torch.float32, keep=[nn.LayerNorm]),
-]
-
-
-@one_at_a_time(precision=PRECISIONS, offload=OFFLOADS, optimizer=OPTIMIZERS)
-@ranks(2, exhaustive=(1, 3))
-def test_precisions_of_a_model_in_bf16(rank, tmp_path, offload, optimizer, precision):
-    def train(offload):
-        torch.manual_seed(3)
-        training = Training(rank, offload, optimizer, make=lambda: Model().to(BF16), precision=precision)
-        with mock.patch("tests.offload.models.inputs", lambda *at: inputs(*at).to(BF16)):
-            return steps(training, accumulate=2, clip=0.5)
-
-    alike(train, chosen(offload, tmp_path))
-
-
 @one_at_a_time(in_backward=[True, False], offload=["cpu", "kept"], optimizer=OPTIMIZERS)
 @ranks(2)
 def test_stochastic_rounding_counts_the_steps_of_each_unit(rank, tmp_path, in_backward, offload, optimizer):
     def train(offload):
         torch.manual_seed(3)
         precision = Precision(stochastic_rounding=True)
-        training = Training(rank, offload, optimizer, make=lambda: Model().to(BF16), precision=precision)
+        training = Training(rank, offload, optimizer, make=in_bf16, precision=precision)
         if in_backward:
             training.engine.step_in_backward(training.optimizer)
-        with mock.patch("tests.offload.models.inputs", lambda *at: inputs(*at).to(BF16)):
-            for number in range(4):
-                training.model.blocks[2].requires_grad_(number % 2 == 0)
-                training.step(number)
-                training.optimizer.step()  # without gradients
+        for number in range(4):
+            training.model.blocks[2].requires_grad_(number % 2 == 0)
+            training.step(number)
+            training.optimizer.step()  # without gradients
         return training.seen, *training.state()
 
     alike(train, chosen(offload, tmp_path))
@@ -128,20 +150,6 @@ COPIES = [
 def test_copies_and_units_among_few_ranks(rank, tmp_path, offload, optimizer, settings, sync):
     def train(offload):
         return steps(Training(rank, offload, optimizer, **settings), count=3, accumulate=2, clip=0.5, sync=sync)
-
-    alike(train, chosen(offload, tmp_path))
-
-
-STRATEGIES = ["shard_optim", "shard_grad_op", "no_shard", "full_shard"]
-SETTINGS = [{"precision": HALF}, {}, {"prefetch": 0}, {"prefetch": 3}, {"debug": True}, {"single_communicator": True}]
-
-
-@one_at_a_time(strategy=STRATEGIES, settings=SETTINGS, offload=OFFLOADS, optimizer=OPTIMIZERS)
-@ranks(2, exhaustive=(1, 3))
-def test_strategies(rank, tmp_path, offload, optimizer, strategy, settings):
-    def train(offload):
-        training = Training(rank, offload, optimizer, strategy=strategy, units=["blocks.*"], **settings)
-        return steps(training, accumulate=2, clip=0.5)
 
     alike(train, chosen(offload, tmp_path))
 
@@ -177,21 +185,6 @@ def test_parameters_that_are_distributed_tensors(rank, tmp_path, offload, optimi
 
 
 # -- compiled code, figures ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("of", ["blocks", "the whole model"])
-@pytest.mark.parametrize("offload", OFFLOADS)
-@ranks(2, timeout=120)
-def test_compiled_code(rank, tmp_path, offload, of):
-    def train(offload):
-        torch._dynamo.reset()
-        training = Training(rank, offload, precision=HALF)
-        for part in training.model.blocks if of == "blocks" else [training.model]:
-            part.compile(backend="aot_eager")
-        return steps(training, clip=0.5)
-
-    alike(train, chosen(offload, tmp_path))
 
 
 @pytest.mark.exhaustive

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -83,24 +80,6 @@ def test_a_new_tensor_is_zeros_of_its_dtype_and_has_its_space(disk):
         assert store.allocate("empty", 0, torch.float32).numel() == 0
 
 
-def test_contents_survive_bit_for_bit(store):
-    torch.manual_seed(0)
-    states = units(store, 4)
-    expected = [torch.randn(UNIT // 4) for _ in states]
-    for state, value in zip(states, expected, strict=True):
-        state.copy_(value)
-    for _ in range(3):
-        for state, value in zip(states, expected, strict=True):
-            store.read_ahead([state])
-            store.wait([state])
-            assert torch.equal(state, value)
-            state.mul_(-1.5)
-            value.mul_(-1.5)
-            store.write_behind([state])
-    flush(store)
-    assert all(torch.equal(state, value) for state, value in zip(states, expected, strict=True))
-
-
 def test_contents_are_exact_at_any_moment(store):
     """Used while it is written, dropped, and read again by the threads, without waiting for them."""
     states = units(store, 3)
@@ -126,21 +105,10 @@ def test_memory_is_given_back_behind_and_taken_ahead(store):
     store.write_behind(states[:1])
     flush(store)
     assert in_memory(states[1:]) == UNIT
-    assert in_memory(states[:1]) <= SPARE and mapped(store.directory) <= UNIT + SPARE
+    assert in_memory(states[:1]) <= SPARE
     store.read_ahead(states[:1])
     store.wait(states[:1])
-    assert in_memory(states) == mapped(store.directory) == 2 * UNIT
-
-
-def mapped(folder: Path) -> int:
-    """Bytes of files in `folder` that count as this process's resident memory."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            ours = str(folder) in line
-        elif ours and line.startswith("Rss:"):
-            total += int(line.split()[1]) << 10
-    return total
+    assert in_memory(states) == 2 * UNIT
 
 
 @pytest.mark.parametrize("elements", [UNIT // 4, 3001])
@@ -179,29 +147,6 @@ def test_a_slow_disk_is_waited_for(store, monkeypatch):
     assert max(unfinished) == BEHIND
 
 
-def test_what_is_read_ahead_again_before_it_was_written_stays_in_memory(store, monkeypatch):
-    fast, may_write = paging.write_out, threading.Event()
-    monkeypatch.setattr(paging, "write_out", lambda *part: (may_write.wait(30), fast(*part)))
-    (state,) = units(store, 1)
-    state.fill_(3.0)
-    store.write_behind([state])
-    store.read_ahead([state])
-    may_write.set()
-    flush(store)
-    assert in_memory([state]) == UNIT and state.min() == 3.0
-
-
-def test_a_view_stands_for_its_tensor_and_strangers_are_refused(store):
-    (state,) = units(store, 1)
-    state.fill_(1.0)
-    store.write_behind([state[5:10], state.view(2, -1)[1]])
-    flush(store)
-    assert in_memory([state]) <= SPARE
-    for method in (store.read_ahead, store.wait, store.write_behind):
-        with pytest.raises(ValueError, match="not allocated by the store"):
-            method([torch.zeros(3)])
-
-
 def test_the_space_of_a_tensor_that_is_gone_is_free_again(disk):
     before = free(disk)
     with closing(DiskStore(disk, rank=0)) as store:
@@ -235,30 +180,6 @@ def test_tensors_that_go_while_they_are_read_and_written_do_no_harm(store):
     assert store.allocated == 0 and other.min() == 5.0
 
 
-def test_many_tensors_take_no_file_descriptors(store):
-    before = len(os.listdir("/proc/self/fd"))
-    states = [store.allocate("state", 10, torch.float32) for _ in range(200)]
-    for state in states:
-        state.fill_(1.0)
-    store.write_behind(states)
-    flush(store)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_other_threads_run_while_pages_are_read(store):
-    """Reading must not hold the interpreter: the lock of Python is let go of during the call."""
-    (state,) = [store.allocate("large", 64 * MIB // 4, torch.float32)]
-    state.fill_(1.0)
-    store.write_behind([state])
-    flush(store)
-    assert isinstance(paging._libc(), ctypes.CDLL) and not isinstance(paging._libc(), ctypes.PyDLL)
-    store.read_ahead([state])
-    ticks = 0
-    while not store._mappings.get(state.untyped_storage()).reading.done():
-        ticks += 1
-    assert ticks > 10
-
-
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -280,16 +201,6 @@ def test_a_disk_that_is_full_is_an_error_when_the_tensor_is_made(disk):
         assert kept.min() == 10.0
         assert store.allocate("little", 10, torch.float32).numel() == 10
         del kept
-
-
-def test_a_limit_on_the_size_of_files_is_an_error_when_the_tensor_is_made(store):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
-        with pytest.raises(DiskError, match="File too large"):
-            store.allocate("large", MIB, torch.float32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_can_not_be_read_is_an_error_at_the_next_call_and_not_the_end_of_the_process(store):
@@ -338,15 +249,6 @@ def test_on_a_kernel_that_can_not_map_pages_ahead_they_come_when_used(store, mon
     store.read_ahead([state])
     store.wait([state])
     assert state.min() == 6.0
-
-
-def test_the_tensors_of_a_closed_store_stay(store):
-    (state,) = units(store, 1)
-    state.fill_(8.0)
-    store.write_behind([state])
-    store.close()
-    store.close()
-    assert state.min() == 8.0
 
 
 # -- the directory ----------------------------------------------------------------------------------------------------
@@ -411,22 +313,14 @@ def test_ranks_and_runs_share_a_directory(rank, tmp_path):
 
 
 def test_a_forked_child_can_read_and_is_told_that_it_can_do_no_more(store):
-    state = store.allocate("state", 100, torch.float32).fill_(5.0)
-    assert in_child(lambda: state.sum().item()) == "500.0"
-    assert f"belongs to process {os.getpid()}" in in_child(lambda: store.read_ahead([state]))
+    held = [store.allocate("state", 100, torch.float32).fill_(5.0)]
+    assert in_child(lambda: held[0].sum().item()) == "500.0"
+    assert f"belongs to process {os.getpid()}" in in_child(lambda: store.read_ahead(held))
     assert in_child(store.close) == "None"
-    store.write_behind([state])
+    in_child(lambda: held.clear() or gc.collect())  # its parent's stays
+    store.write_behind(held)
     flush(store)
-    assert state.sum() == 500.0
-
-
-def test_a_forked_child_that_lets_go_of_a_tensor_leaves_its_parents(store):
-    kept = units(store, 1)
-    kept[0].fill_(5.0)
-    assert in_child(lambda: kept.clear() or gc.collect()) is not None
-    store.write_behind(kept)
-    flush(store)
-    assert kept[0].min() == 5.0
+    assert held[0].sum() == 500.0
 
 
 def test_a_directory_that_can_not_be_used_is_named(tmp_path):

@@ -1,16 +1,17 @@
-"""What is done to parameters, gradients and optimizer state beside the host's step ends as without offload, bit by bit."""
+"""What is read and done beside the host's work on gradients and its step ends as without offload, bit by bit."""
 
 from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.offload.models import HALF, OFFLOADS, Training, alike, chosen, hold, inputs, loss_of, same
-from tests.support.marks import one_at_a_time
+from tests.offload.models import HALF, Training, alike, chosen, hold, inputs, loss_of, same
+from tests.support.marks import one_at_a_time, quick
 from tests.support.ranks import ranks
 
 
@@ -113,6 +114,74 @@ def new_group(t, number):
         t.optimizer.add_param_group({"params": rest, "lr": 0.02})
 
 
+def edit_counters(t, number):
+    for n, own in enumerate(t.optimizer.state.values()):
+        if n % 3 == 0 and "step" in own:
+            own["step"].fill_(7.0 * (n % 2))
+
+
+def change_options(t, number):
+    for group in t.optimizer.param_groups:
+        group["weight_decay"] = 0.5
+        group["lr"] *= 1.2
+
+
+def edit_unseen(t, number):
+    """Through arrays, of which no version tells."""
+    for p in t.model.parameters():
+        for tensor in (p, p.grad):
+            if tensor is not None:
+                array = (tensor.to_local() if isinstance(tensor, torch_shard.ShardTensor) else tensor.detach()).numpy()
+                array *= 0.5
+                del array
+
+
+def accumulate(t, number):
+    loss_of(t.model, inputs(t.rank, 60 + number)).backward()
+
+
+def clear(t, number):
+    t.optimizer.zero_grad(set_to_none=number % 2 == 0)
+    accumulate(t, number)
+
+
+def clip_again(t, number):
+    t.seen.append(t.engine.clip_grad_norm_(0.01))
+    t.engine.clip_grad_value_(1e-3)
+
+
+def read_gradients(t, number):
+    for p in t.model.parameters():
+        if p.grad is not None:
+            t.seen += [
+                p.grad.to_local().clone(),
+                p.grad.detach().to_local().clone(),
+                p.grad.norm(),
+                p.grad.full_tensor(),
+            ]
+
+
+def read_parameters(t, number):
+    first, last = (list(t.model.parameters())[i] for i in (0, -1))
+    t.seen += [
+        first.to_local().clone(),
+        last.sum().detach(),
+        t.model.state_dict()["blocks.2.1.weight"].to_local().clone(),
+    ]
+    with torch.no_grad():
+        t.seen.append(loss_of(t.model, inputs(0, 7)))
+
+
+def hold_aliases(t, number):
+    """Of the step before, and for the next one: what shares memory sees the step."""
+    t.seen += [alias.to_local().clone() for alias in getattr(t, "aliases", [])]
+    weight = t.model.blocks[2][1].weight
+    t.aliases = [
+        x.detach() for x in (weight, *t.optimizer.state.get(weight, {}).values(), weight.grad) if x is not None
+    ]
+    t.aliases = [alias for alias in t.aliases if isinstance(alias, torch_shard.ShardTensor)]
+
+
 def copied(t, number):
     other = copy.deepcopy(t.model)
     with torch.no_grad():
@@ -122,31 +191,31 @@ def copied(t, number):
 
 EDITS = [
     edit_all, edit_slices, edit_on_one_rank, edit_nested, look_and_leave, edit_gradients, apply, assign, edit_memory, load,
-    load_both, freeze, edit_state, new_group, copied,
+    load_both, freeze, edit_state, edit_counters, new_group, change_options, edit_unseen, accumulate, clear, clip_again,
+    read_gradients, read_parameters, hold_aliases, copied,
 ]  # fmt: skip
 
 
-@one_at_a_time(
-    edit=EDITS,
-    precision=[HALF, None],
-    when=["behind the step", "before it"],
-    offload=["kept", *OFFLOADS],
-    optimizer=["AdamW", "SGD"],
-)
-@ranks(2, exhaustive=(1, 3))
-def test_edits_beside_the_hosts_step(rank, tmp_path, offload, optimizer, precision, edit, when):
+QUICK = [
+    edit_all, edit_slices, edit_state, edit_counters, change_options, edit_unseen, accumulate, read_gradients, read_parameters,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", quick(EDITS, QUICK))
+@one_at_a_time(precision=[HALF, None], offload=["kept", "cpu", "disk", "all on disk"], optimizer=["AdamW", "SGD"])
+@ranks(2, exhaustive=(1,))
+def test_edits_beside_the_hosts_work(rank, tmp_path, offload, optimizer, precision, edit):
     def train(offload):
         t = Training(rank, offload, optimizer, precision=precision)
         for number in range(4):
             loss = loss_of(t.model, inputs(rank, number))
             loss.backward()
             t.seen.append(loss.item())
-            if when == "before it":
-                edit(t, number)
-            if offload is not None:  # the step is still to be done when the edit comes
-                hold(t, 0.01)
-            t.optimizer.step()
-            if when != "before it":
+            # When an edit comes, gradients are still to be scaled, or the step is still to be done.
+            for work in (lambda: t.seen.append(t.engine.clip_grad_norm_(0.1)), t.optimizer.step):
+                if offload is not None:
+                    hold(t, 0.02)
+                work()
                 edit(t, number)
             t.scheduler.step()
             t.optimizer.zero_grad()

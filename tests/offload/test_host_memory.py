@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.ranks import ranks
 from torch_shard.errors import HostMemoryError, ShardError
 from torch_shard.offload import memory_limits
-from torch_shard.offload.memory_limits import Limit, available, check, limits
+from torch_shard.offload.memory_limits import Limit, check, limits
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 16777216 kB\nMemFree: 1048576 kB\nMemAvailable: 8388608 kB\n"  # 8 GiB available
@@ -46,27 +46,24 @@ def files_of_version_1(limit: int, used: int, cache: int = 0) -> dict[str, str]:
     return {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
 
 
-def test_without_control_groups_it_is_what_the_machine_has_available(tmp_path):
-    assert rooms(system(tmp_path)) == [8 * GIB]
+CONTAINER = {"": files(str(4 * GIB), GIB)}
+ROOM = {
+    "no control group": ("/", {}, [8]),
+    "a limit, with the page cache as free": ("/job", {"job": files(str(4 * GIB), 3 * GIB, cache=GIB)}, [8, 2]),
+    "a limit that is used up": ("/job", {"job": files(str(GIB), 2 * GIB)}, [8, 0]),
+    "where the kernel slows down": ("/job", {"job": files("max", GIB, high=str(3 * GIB))}, [8, 2]),
+    "a group around it": ("/a/b", {"a": files(str(3 * GIB), GIB), "a__b": files("max", GIB)}, [8, 2]),
+    # In a container its own group is the top of the tree; its path is that within, or outside, where nothing can be read.
+    "a container": ("/", CONTAINER, [8, 3]),
+    "a container, by its path": ("/docker/123", CONTAINER, [8, 3]),
+    "a container, by a path outside": ("/../other", CONTAINER, [8, 3]),
+}
 
 
-def test_a_control_groups_limit_counts_with_the_page_cache_as_free(tmp_path):
-    assert rooms(system(tmp_path, "/job", job=files(str(4 * GIB), 3 * GIB, cache=GIB))) == [8 * GIB, 2 * GIB]
-
-
-def test_the_groups_around_it_limit_a_group_too(tmp_path):
-    root = system(tmp_path, "/a/b", a=files(str(3 * GIB), GIB), a__b=files("max", GIB))
-    assert rooms(root) == [8 * GIB, 2 * GIB]
-
-
-def test_the_limit_above_which_the_kernel_slows_a_group_down_counts(tmp_path):
-    assert rooms(system(tmp_path, "/job", job=files("max", GIB, high=str(3 * GIB)))) == [8 * GIB, 2 * GIB]
-
-
-@pytest.mark.parametrize("own", ["/", "/docker/123", "/../other"])
-def test_in_a_container_the_top_of_the_tree_is_its_own_group(tmp_path, own):
-    """Its path is that within the container, or outside of it, where nothing can be read."""
-    assert rooms(system(tmp_path, own, **{"": files(str(4 * GIB), GIB)})) == [8 * GIB, 3 * GIB]
+@pytest.mark.parametrize("case", ROOM)
+def test_room_is_what_the_machine_has_available_and_what_each_control_group_allows(tmp_path, case):
+    own, groups, gib = ROOM[case]
+    assert rooms(system(tmp_path, own, **groups)) == [room * GIB for room in gib]
 
 
 def test_a_limit_of_version_1_counts(tmp_path):
@@ -83,10 +80,6 @@ def test_groups_of_version_1_are_nested(tmp_path):
     assert [room for room in rooms(root) if room < 8 * GIB] == [2 * GIB]
 
 
-def test_a_group_that_is_used_up_has_no_room(tmp_path):
-    assert rooms(system(tmp_path, "/job", job=files(str(GIB), 2 * GIB))) == [8 * GIB, 0]
-
-
 def test_two_processes_have_a_limit_in_common_where_they_are_in_one_group(tmp_path):
     root = system(tmp_path, a=files(str(3 * GIB), GIB), a__b=files(str(GIB), 0), a__c=files(str(GIB), 0))
     keys = []
@@ -99,25 +92,6 @@ def test_two_processes_have_a_limit_in_common_where_they_are_in_one_group(tmp_pa
 def test_a_system_without_proc_still_answers(tmp_path):
     (found,) = limits(tmp_path)
     assert found.is_machine and found.room > 0
-
-
-def test_here_it_is_between_nothing_and_all_memory():
-    total = int(Path("/proc/meminfo").read_text().split()[1]) << 10
-    found = available()
-    assert found is not None and 0 < found < total
-
-
-def test_memory_that_is_taken_is_no_longer_available():
-    before, taken = available(), []
-    assert before is not None
-    # The kernel keeps freed pages at hand for a while, which count as neither free nor used, and other processes come and go.
-    for _ in range(6):
-        taken.append(torch.ones(GIB // 4, dtype=torch.uint8))
-        after = available()
-        assert after is not None
-        if before - after > GIB // 8:
-            return
-    pytest.fail(f"{before} before, {after} after {len(taken) * GIB // 4} were taken")
 
 
 # -- all ranks together -----------------------------------------------------------------------------------------------
@@ -205,10 +179,3 @@ def test_where_nothing_needs_memory_or_the_system_says_nothing_there_is_no_error
     check(0, COLLECTIVES)
     there_is(monkeypatch)
     check(1 << 50, COLLECTIVES)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (5 * GIB, "5.00 GiB")]
-)
-def test_sizes_in_messages(nbytes, text):
-    assert memory_limits.formatted(nbytes) == text

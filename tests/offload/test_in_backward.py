@@ -5,14 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 
-import pytest
-import torch.distributed as dist
-
 from tests.offload.models import HALF, OFFLOADS, Training, alike, chosen, flats, hold, inputs, loss_of, same
 from tests.support.marks import one_at_a_time
 from tests.support.ranks import ranks
-from torch_shard import errors
-from torch_shard.offload import Offload
 
 
 def stepping(rank, offload, optimizer="AdamW", steps=2, **settings):
@@ -79,20 +74,6 @@ def test_a_gradient_that_a_hook_keeps_stays_as_it_was(rank):
     same(*found)
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_ordinary_steps_before_and_after_it(rank):
-    def train(offload):
-        training = Training(rank, offload)
-        for number in range(9):
-            if number in (3, 6):
-                training.engine.step_in_backward(training.optimizer if number == 3 else None)
-            training.step(number, clip=None if 3 <= number < 6 else 0.5, accumulate=1 if 3 <= number < 6 else 2)
-        return training.state()
-
-    same(train(None), train("cpu"))
-
-
 @ranks(2)
 def test_state_that_is_loaded_between_backwards_is_stepped_on(rank):
     found = []
@@ -106,36 +87,3 @@ def test_state_that_is_loaded_between_backwards_is_stepped_on(rank):
             training.step(number)
         found.append(training.state())
     same(*found)
-
-
-@pytest.mark.exhaustive
-@ranks(2, fresh=True)
-def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
-    training = stepping(rank, "cpu")
-    loss = loss_of(training.model, inputs(rank, 50))
-    if rank == 0:
-        go = hold(training)
-        loss.backward()
-        for _, step in training.engine._runtime.in_backward._steps.values():
-            for piece in [p for runs in step.all_runs for p in runs.pieces]:
-                piece.state.clear()  # a kernel that finds no counter
-                piece.state["step"] = "one"
-        go.set()
-    else:
-        loss.backward()
-    with pytest.raises(errors.ShardError, match=r"AdamW.step\(\) has failed in parameter group 0 \(blocks\."):
-        training.model(inputs(rank, 1))
-        loss_of(training.model, inputs(rank, 1)).backward()
-    dist.barrier()
-
-
-@ranks(1)
-def test_what_was_read_ahead_and_is_not_stepped_on_is_given_back(rank, tmp_path):
-    training = stepping(rank, Offload(nvme=tmp_path), steps=3)
-    for block in (0, 1):  # what came last in backward, now comes no more
-        training.model.blocks[block].requires_grad_(False)
-    loss_of(training.model, inputs(rank, 3)).backward()
-    loss_of(training.model, inputs(rank, 4)).backward()
-    training.state()
-    disk = training.engine._runtime.host.disk
-    assert sum(mapping.wanted for mapping in disk._mappings.values()) <= 2  # one unit's, two moments

@@ -14,19 +14,9 @@ import torch
 import torch_shard
 from tests.offload.models import Model, Training, inputs, loss_of, same
 from tests.offload.residency import resident
-from tests.offload.test_training import trains_alike
-from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
-from torch_shard import Precision, errors
+from torch_shard import errors
 from torch_shard.offload import Offload
-
-
-@pytest.mark.parametrize("nvme_params", [False, True])
-@pytest.mark.parametrize("precision", [None, *exhaustive(Precision(param_dtype=torch.bfloat16))])
-@ranks(2, exhaustive=(1, 3))
-def test_it_trains_as_without(rank, tmp_path, nvme_params, precision):
-    offload = Offload(nvme=tmp_path, nvme_params=nvme_params)
-    trains_alike(rank, offload, 6, settings={"precision": precision}, accumulate=2, clip=0.5)
 
 
 @ranks(2)

@@ -9,29 +9,23 @@ import threading
 import pytest
 import torch
 
-from tests.offload.models import Training, same
+from tests.offload.models import HALF, OFFLOADS, Training, chosen, same
 from tests.support.marks import one_at_a_time
 from tests.support.ranks import ranks
 from torch_shard.offload import Offload
 
 
-def trains_alike(rank, offload, steps, optimizer="AdamW", settings=None, **how):
-    plain = Training(rank, None, optimizer, **(settings or {}))
-    offloaded = Training(rank, offload, optimizer, **(settings or {}))
-    for training in (plain, offloaded):
-        for number in range(steps):
-            training.step(number, **how)
-    assert plain.seen == offloaded.seen
-    for one, other in zip(plain.state(), offloaded.state(), strict=True):
-        same(one, other)
-
-
-@one_at_a_time(
-    offload=["cpu", Offload(params=False)], optimizer=["AdamW", "SGD", "NAdam"], accumulate=[4, 1], clip=[0.5, None]
-)
+@pytest.mark.parametrize("offload", OFFLOADS)
+@one_at_a_time(optimizer=["AdamW", "SGD", "NAdam"], accumulate=[4, 1], clip=[0.5, None], precision=[None, HALF])
 @ranks(2, exhaustive=(1, 3))
-def test_it_trains_as_without(rank, offload, optimizer, accumulate, clip):
-    trains_alike(rank, offload, 20, optimizer, accumulate=accumulate, clip=clip)
+def test_it_trains_as_without(rank, tmp_path, offload, optimizer, accumulate, clip, precision):
+    plain = Training(rank, None, optimizer, precision=precision)
+    offloaded = Training(rank, chosen(offload, tmp_path), optimizer, precision=precision)
+    for training in (plain, offloaded):
+        for number in range(20):
+            training.step(number, accumulate=accumulate, clip=clip)
+    assert plain.seen == offloaded.seen
+    same(plain.state(), offloaded.state())
 
 
 @pytest.mark.parametrize("order", [1.0, 3.0, float("inf")])

@@ -59,6 +59,52 @@ def by_ndim(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+class Descent(O.Optimizer):
+    """Gradient descent of a user's own, of no kind; to be varied, and declared."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+        return loss
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Before the parameters of a group."""
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+class Bare:
+    """Momentum, as no torch.optim.Optimizer, so that torch's step hooks don't know it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(params), "lr": lr}]
+        self.state: dict[Any, Any] = {}
+
+    def zero_grad(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                own = self.state.setdefault(p, {"sum": torch.zeros_like(p)})
+                own["sum"].add_(p.grad)
+                p.sub_(own["sum"], alpha=self.param_groups[0]["lr"])
+
+
 MAKE = {
     "SGD": lambda m: O.SGD(by_ndim(m), lr=0.1, momentum=0.9),
     "AdamW": lambda m: O.AdamW(by_ndim(m), lr=0.01),

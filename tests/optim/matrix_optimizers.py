@@ -10,31 +10,29 @@ from torch import nn
 
 import torch_shard.optim
 from tests.compat.harness import ATOL, RTOL, Pair, batch, plain_backward, same_params
-from tests.optim.helpers import O, copy_grads
+from tests.optim.helpers import Descent, O, copy_grads
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 
-class Shampoo(torch.optim.Optimizer):
-    """Preconditions every dimension with a root of the sum of the gradients' products; counts its steps in the group."""
+class Shampoo(Descent):
+    """Preconditions every dimension with a root of the sum of the gradients' products; counts its steps in the group.
+
+    Fails at matrices of the shape `fails_at`.
+    """
+
+    fails_at: tuple[int, ...] | None = None
 
     def __init__(self, params: Any, lr: float = 0.05, eps: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr, "eps": eps, "rounds": 0})
+        super().__init__(params, lr, eps=eps, rounds=0)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            group["rounds"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, group)
-        return loss
+    def begin(self, group: dict[str, Any]) -> None:
+        group["rounds"] += 1
 
-    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if p.shape == self.fails_at:
+            raise ArithmeticError("no decomposition")
+        grad, state = p.grad, self.state[p]
+        assert grad is not None
         if not state:
             state["step"] = 0
             state["factors"] = [group["eps"] * torch.eye(n, dtype=p.dtype) for n in grad.shape]
@@ -49,36 +47,30 @@ class Shampoo(torch.optim.Optimizer):
         p.add_(update, alpha=-group["lr"])
 
 
-class Soap(torch.optim.Optimizer):
+class Soap(Descent):
     """Adam in the eigenbasis of Shampoo's factors, which is renewed every other step; sets ``p.data``, as older code does."""
 
     def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.95), "weight_decay": weight_decay})
+        super().__init__(params, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, sizes = self.state[p], p.grad.shape
-                if "step" not in state:
-                    state.update(step=torch.tensor(0.0), mean=torch.zeros_like(p), square=torch.zeros_like(p))
-                    state["GG"] = [torch.zeros(n, n, dtype=p.dtype) for n in sizes]
-                    state["Q"] = [torch.eye(n, dtype=p.dtype) for n in sizes]
-                state["step"] += 1
-                for dim, factor in enumerate(state["GG"]):
-                    rows = p.grad.movedim(dim, 0).reshape(sizes[dim], -1)
-                    factor.lerp_(rows @ rows.T, 1 - second)
-                if state["step"] % 2 == 1:
-                    state["Q"] = [torch.linalg.eigh(factor)[1] for factor in state["GG"]]
-                state["mean"].lerp_(p.grad, 1 - first)
-                turned = self.turn(p.grad, state["Q"], 0)
-                state["square"].mul_(second).addcmul_(turned, turned, value=1 - second)
-                update = self.turn(state["mean"], state["Q"], 0) / (state["square"].sqrt() + 1e-6)
-                p.data = p.data * (1 - group["lr"] * group["weight_decay"])
-                p.data.add_(self.turn(update, state["Q"], 1), alpha=-group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        (first, second), state, sizes = group["betas"], self.state[p], p.grad.shape
+        if "step" not in state:
+            state.update(step=torch.tensor(0.0), mean=torch.zeros_like(p), square=torch.zeros_like(p))
+            state["GG"] = [torch.zeros(n, n, dtype=p.dtype) for n in sizes]
+            state["Q"] = [torch.eye(n, dtype=p.dtype) for n in sizes]
+        state["step"] += 1
+        for dim, factor in enumerate(state["GG"]):
+            rows = p.grad.movedim(dim, 0).reshape(sizes[dim], -1)
+            factor.lerp_(rows @ rows.T, 1 - second)
+        if state["step"] % 2 == 1:
+            state["Q"] = [torch.linalg.eigh(factor)[1] for factor in state["GG"]]
+        state["mean"].lerp_(p.grad, 1 - first)
+        turned = self.turn(p.grad, state["Q"], 0)
+        state["square"].mul_(second).addcmul_(turned, turned, value=1 - second)
+        update = self.turn(state["mean"], state["Q"], 0) / (state["square"].sqrt() + 1e-6)
+        p.data = p.data * (1 - group["lr"] * group["weight_decay"])
+        p.data.add_(self.turn(update, state["Q"], 1), alpha=-group["lr"])
 
     @staticmethod
     def turn(value: torch.Tensor, bases: list[torch.Tensor], side: int) -> torch.Tensor:

@@ -10,9 +10,9 @@ from torch import nn
 
 import torch_shard
 import torch_shard.optim
-from tests.compat.harness import Pair, average_grads, batch, plain_backward, same_params, whole
-from tests.optim.helpers import MAKE, Odd, both, close, go, same_optimizers, trainable
-from tests.support.marks import exhaustive
+from tests.compat.harness import Pair, average_grads, batch, plain_backward, whole
+from tests.optim.helpers import COUNTERS, MAKE, Descent, O, Odd, both, close, go
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 
@@ -66,84 +66,16 @@ def test_a_deep_copy_of_the_state_dict_is_a_snapshot_and_takes_training_back(ran
         close(value, after[key], key)
 
 
-@stateful
-@ranks(2)
-def test_each_parameter_has_counters_of_its_own(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    go(pair, 0, 2)
-    counters = [(s, key, value) for s, key, value in held(pair.optimizer) if not isinstance(value, ShardTensor)]
-    assert len({value.data_ptr() for _, _, value in counters}) == len(counters) >= len(pair.optimizer.state)
-    for model, optimizer in both(pair):
-        optimizer.state[model.up.weight]["step"] += 7
-    steps = {id(p): float(pair.optimizer.state[p]["step"]) for p in trainable(pair.model)}
-    assert steps.pop(id(pair.model.up.weight)) == 9 and set(steps.values()) == {2}
-    go(pair, 2, 2)  # neither they nor what depends on them become equal again
-    assert float(pair.optimizer.state[pair.model.up.weight]["step"]) == 11
-
-
-@stateful
-@ranks(2)
-def test_the_state_dict_made_whole_goes_on_in_a_plain_optimizer(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    go(pair, 0, 2)
-    state = copy.deepcopy(pair.optimizer.state_dict())
-    state["state"] = {i: {k: whole(v) for k, v in entries.items()} for i, entries in state["state"].items()}
-    model = Odd().double()
-    model.load_state_dict({k: whole(v) for k, v in pair.model.state_dict().items()})
-    optimizer = MAKE[name](model)
-    optimizer.load_state_dict(state)
-    for step in (2, 3):
-        plain_backward(model, batch(rank, step))
-        average_grads(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    go(pair, 2, 2)
-    same_params(model, pair.plain)
-
-
-@stateful
-@ranks(2, exhaustive=(3,))
-def test_an_optimizer_with_groups_that_stepped_before_sharding_goes_on(rank, world_size, name):
-    torch.manual_seed(0)
-    model = Odd().double()
-    plain = copy.deepcopy(model)
-    optimizers = [MAKE[name](m) for m in (model, plain)]
-
-    def step(number):
-        for m in (model, plain):
-            plain_backward(m, batch(rank, number))
-            if not isinstance(m.one, ShardTensor):
-                average_grads(m)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    step(0)
-    torch_shard.shard(model, unit_bytes=500)
-    for number in (1, 2):
-        step(number)
-        same_optimizers(*optimizers)
-    same_params(model, plain)
-
-
-class Ages(torch.optim.Optimizer):
+class Ages(Descent):
     """Declared; its state has names of its own, one of which torch gives to a number, and counts in a 0-dim tensor."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["age"], state["mu"] = p.new_zeros(()), torch.zeros_like(p)
-                state["age"] += 1
-                state["mu"].mul_(0.9).add_(p.grad, alpha=0.1)
-                p.add_(state["mu"], alpha=-group["lr"] / (1 - 0.9 ** state["age"].item()))
+    def update(self, p, group):
+        state = self.state[p]
+        if not state:
+            state["age"], state["mu"] = p.new_zeros(()), torch.zeros_like(p)
+        state["age"] += 1
+        state["mu"].mul_(0.9).add_(p.grad, alpha=0.1)
+        p.add_(state["mu"], alpha=-group["lr"] / (1 - 0.9 ** state["age"].item()))
 
 
 torch_shard.optim.register(Ages, "elementwise")
@@ -158,51 +90,44 @@ class Scaled(nn.Module):
         return self.body(x) * self.scale
 
 
-@pytest.mark.parametrize("way", ["before sharding", *exhaustive("state dict", "full state", "checkpoint", "closed")])
+WAYS = ["before sharding", "state dict", "full state", "checkpoint", "closed"]
+
+
+@pytest.mark.parametrize("way", quick(WAYS, ["before sharding", "closed"]))
+@pytest.mark.parametrize("make", [Ages, O.AdamW, *exhaustive(O.NAdam, O.ASGD)])
 @ranks(2)
-def test_state_of_own_names_goes_on_for_a_0_dim_parameter_too(rank, world_size, way, tmp_path):
-    pair = Pair(Scaled, rank, world_size, optimizer=lambda m: Ages(m.parameters()))
+def test_state_goes_on_whichever_way_it_comes_for_a_0_dim_parameter_too(rank, world_size, make, way, tmp_path):
+    pair = Pair(Scaled, rank, world_size, optimizer=lambda m: make(m.parameters(), lr=0.1))
     for step in range(2):
         pair.step(plain_backward, batch(rank, step))
     optimizer = pair.optimizer
-    if way == "before sharding":
-        pair.optimizer = Ages(pair.model.parameters())
-        pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
-    elif way == "state dict":
-        pair.optimizer = Ages(pair.model.parameters())
-        pair.optimizer.load_state_dict(optimizer.state_dict())
+    if way != "closed":
+        pair.optimizer = make(pair.model.parameters(), lr=0.1)
+    if way in ("before sharding", "state dict"):
+        plain = pair.plain_optimizer.state_dict()
+        pair.optimizer.load_state_dict(copy.deepcopy(plain if way == "before sharding" else optimizer.state_dict()))
+        pair.plain_optimizer.load_state_dict(copy.deepcopy(plain))  # torch converts what it loads, most counters too
     elif way == "full state":
-        pair.optimizer = Ages(pair.model.parameters())
         pair.engine.load_optim_state_dict(pair.optimizer, pair.engine.optim_state_dict(optimizer, rank0_only=False))
     elif way == "checkpoint":
         pair.engine.save(tmp_path / "saved", optimizer)
-        pair.optimizer = Ages(pair.model.parameters())
         pair.engine.load(tmp_path / "saved", pair.optimizer)
     else:
         pair.engine.close(optimizer)
-        pair.engine = torch_shard.shard(pair.model)
-    for step in range(2, 4):
+        for model, each in both(pair):
+            plain_backward(model, batch(rank, 2))
+            average_grads(model)
+            each.step()
+            each.zero_grad()
+        pair.engine = torch_shard.shard(pair.model)  # other units, another cut
+    for step in range(3, 5):
         pair.step(plain_backward, batch(rank, step))
     pair.check()
     for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        assert type(pair.optimizer.state[p]["age"]) is torch.Tensor
+        counters = {"age"} if make is Ages else COUNTERS
         for key, value in pair.plain_optimizer.state[q].items():
+            assert isinstance(pair.optimizer.state[p][key], ShardTensor) == (key not in counters)
             close(whole(pair.optimizer.state[p][key]), value, key)
-
-
-@stateful
-@ranks(2)
-def test_a_model_that_is_closed_and_sharded_again_keeps_its_optimizer(rank, world_size, name):
-    pair = Pair(Odd, rank, world_size, optimizer=MAKE[name])
-    go(pair, 0, 2)
-    pair.engine.close(pair.optimizer)
-    for model, optimizer in both(pair):
-        plain_backward(model, batch(rank, 2))
-        average_grads(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    pair.engine = torch_shard.shard(pair.model, unit_bytes=10**6)  # other units, another cut
-    go(pair, 3, 2)
 
 
 @pytest.mark.parametrize("name", [*exhaustive("AdamW"), "AdamW fused", *exhaustive("NAdam")])

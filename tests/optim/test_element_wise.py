@@ -1,4 +1,4 @@
-"""Every element-wise optimizer of torch steps a sharded model as it steps a plain one, with every option."""
+"""Every element-wise optimizer of torch steps a sharded model as it steps a plain one, with every option; so do several."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
-from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params
-from tests.optim.helpers import O, Odd, both, by_ndim, copy_grads, same_optimizers, trainable
-from tests.support.marks import quick
+from tests.compat.harness import Pair, average_grads, batch, loss_of, plain_backward, same_params, whole
+from tests.optim.helpers import MAKE, O, Odd, both, by_ndim, close, copy_grads, same_optimizers, trainable
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 
 FOR_LOOP, FOREACH, NOT_FOREACH = {"foreach": False}, {"foreach": True}, {"foreach": None}
@@ -34,9 +35,7 @@ _SGD = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 OPTIONS = {
     "SGD": [
         {},
-        {"weight_decay": 0.1},
         {"weight_decay": torch.tensor(0.1)},
-        {"momentum": 0.9},
         {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
         {"momentum": 0.5, "maximize": True, "weight_decay": 0.1},
         {"momentum": 0.5, "maximize": True, "dampening": 0.3, **FUSED},
@@ -50,42 +49,33 @@ OPTIONS = {
     "AdamW": _ADAM,
     "NAdam": [
         {},
-        {"momentum_decay": 0.1},
-        {"weight_decay": 0.1},
-        {"maximize": True},
+        {"momentum_decay": 0.1, "weight_decay": 0.1, "maximize": True},
         *({"weight_decay": 0.1, "decoupled_weight_decay": True, **way} for way in (*WAYS, NOT_FOREACH)),
     ],
     "RAdam": [
         {},
         # With a small beta2 the rectified branch begins within ten steps.
-        {"betas": (0.8, 0.6), "weight_decay": 0.1},
-        {"betas": (0.8, 0.6), "maximize": True},
+        {"betas": (0.8, 0.6), "weight_decay": 0.1, "maximize": True},
         *({"betas": (0.8, 0.6), "weight_decay": 0.1, "decoupled_weight_decay": True, **way} for way in WAYS),
     ],
     "Adamax": [{}, {"betas": (0.7, 0.9)}, *({"weight_decay": 0.1, "maximize": True, **way} for way in WAYS)],
     "Adagrad": [
         {},
-        {"lr_decay": 0.1},
-        {"initial_accumulator_value": 0.5, "eps": 1e-3},
-        {"maximize": True},
+        {"initial_accumulator_value": 0.5, "eps": 1e-3, "maximize": True},
         *({"lr_decay": 0.1, "weight_decay": 0.1, **way} for way in (*WAYS, FUSED, NOT_FUSED)),
         {"initial_accumulator_value": 0.5, "maximize": True, **FUSED},
     ],
     "Adadelta": [{}, {"rho": 0.5, "lr": 0.3}, *({"weight_decay": 0.1, "maximize": True, **way} for way in WAYS)],
     "RMSprop": [
         {},
-        {"alpha": 0.5, "eps": 1e-3},
-        {"momentum": 0.5},
-        {"centered": True},
-        {"maximize": True, "weight_decay": 0.1},
+        {"alpha": 0.5, "eps": 1e-3, "maximize": True},
         *({"momentum": 0.5, "centered": True, "weight_decay": 0.1, **way} for way in WAYS),
     ],
     "Rprop": [{}, {"etas": (0.3, 1.4), "step_sizes": (1e-4, 0.1)}, *({"maximize": True, **way} for way in WAYS)],
     # With a small t0 the averaging begins within ten steps.
     "ASGD": [
         {},
-        {"lambd": 0.1, "alpha": 0.5, "t0": 3},
-        {"maximize": True, "t0": 3},
+        {"lambd": 0.1, "alpha": 0.5, "maximize": True, "t0": 3},
         *({"weight_decay": 0.1, "t0": 3, **way} for way in WAYS),
     ],
 }
@@ -188,36 +178,90 @@ def test_ten_steps_with_all_that_happens_between_them_are_as_plain(rank, world_s
         assert now.numel() == 0 or torch.equal(now, then) == (id(now) not in stepped), what
 
 
-CYCLES = {
-    "OneCycleLR AdamW": lambda m: (
-        o := O.AdamW(by_ndim(m), lr=0.01, amsgrad=True),
-        O.lr_scheduler.OneCycleLR(o, max_lr=[0.02, 0.05], total_steps=10),
-    ),
-    "CyclicLR SGD nesterov": lambda m: (
-        o := O.SGD(by_ndim(m), lr=0.1, momentum=0.9, nesterov=True),
-        O.lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.2, step_size_up=2),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", quick(CYCLES, ["OneCycleLR AdamW"]))
 @ranks(2, exhaustive=(3,))
-def test_a_scheduler_that_changes_momentum_or_betas_too_counts_from_the_next_step(rank, world_size, case):
-    schedulers = []
-
-    def optimizer(model):
-        made, scheduler = CYCLES[case](model)
-        schedulers.append(scheduler)
-        return made
-
-    pair = Pair(Odd, rank, world_size, optimizer=optimizer)
+def test_a_scheduler_that_changes_betas_too_counts_from_the_next_step(rank, world_size):
+    pair = Pair(Odd, rank, world_size, optimizer=lambda m: O.AdamW(by_ndim(m), lr=0.01, amsgrad=True))
+    cycle = {"max_lr": [0.02, 0.05], "total_steps": 10}
+    schedulers = [O.lr_scheduler.OneCycleLR(optimizer, **cycle) for _, optimizer in both(pair)]
     seen = set()
     for step in range(8):
         pair.step(plain_backward, batch(rank, step))
         same_optimizers(pair.optimizer, pair.plain_optimizer)
         for scheduler in schedulers:
             scheduler.step()
-        group = pair.plain_optimizer.param_groups[0]
-        seen.add(group["betas"][0] if "betas" in group else group["momentum"])
+        seen.add(pair.plain_optimizer.param_groups[0]["betas"][0])
     pair.check()
     assert len(seen) > 2
+
+
+# -- several optimizers, and several dtypes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit_bytes", [500, *exhaustive(10**6)], ids=["several units", "one unit"])
+@ranks(2, exhaustive=(3,))
+def test_several_optimizers_over_disjoint_parts_of_a_unit_step_in_turn(rank, world_size, unit_bytes):
+    def optimizers(model):
+        parameters = trainable(model)
+        return [
+            O.AdamW(parameters[::3], lr=0.01),
+            O.SGD(parameters[1::3], lr=0.1, momentum=0.9),
+            O.AdamW(parameters[2::3], lr=0.02, fused=True),
+        ]
+
+    pair = Pair(Odd, rank, world_size, optimizer=optimizers, unit_bytes=unit_bytes)
+    for step in range(6):
+        for model, chosen in both(pair):
+            plain_backward(model, batch(rank, step))
+            if model is pair.plain:
+                average_grads(model)
+            for i, optimizer in enumerate(chosen):
+                if step % (i + 1) == 0:
+                    optimizer.step()
+            model.zero_grad()
+        pair.check()
+        for ours, theirs in zip(pair.optimizer, pair.plain_optimizer, strict=True):
+            same_optimizers(ours, theirs)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7).float(), nn.Linear(7, 3).double()
+        self.low = nn.Parameter(torch.randn(3).bfloat16())
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x.float())).double()) * self.low.double()
+
+
+@pytest.mark.parametrize(
+    "name", [*exhaustive("SGD", "AdamW"), "AdamW foreach", *exhaustive("AdamW fused", "NAdam", "ASGD")]
+)
+@ranks(2, exhaustive=(3,))
+def test_one_group_of_several_dtypes_beside_parameters_that_are_not_sharded(rank, world_size, name):
+    outside = [nn.Parameter(torch.linspace(1, 2, 3, dtype=torch.float64)) for _ in range(2)]
+
+    def optimizer(model):
+        made = MAKE[name](model)
+        made.param_groups[1]["params"].append(outside.pop())
+        return made
+
+    pair = Pair(TwoDtypes, rank, world_size, optimizer=optimizer, double=False, unit_bytes=10**6)
+    plain_ones = [optimizer.param_groups[1]["params"][-1] for _, optimizer in both(pair)]
+    for step in range(4):
+        for model, optimizer in both(pair):
+            optimizer.zero_grad()
+            plain_backward(model, batch(rank, step))
+        copy_grads(pair.model, pair.plain)
+        for (_, optimizer), p in zip(both(pair), plain_ones, strict=True):
+            p.grad = torch.full_like(p, 0.1 * step)
+            optimizer.step()
+    # bfloat16 has eight bits: parameters agree to the last one or two of them.
+    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        tolerance = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2}[q.dtype]
+        close(whole(p), q, p._spec.name, tolerance, tolerance)
+        for key, value in pair.plain_optimizer.state[q].items():
+            assert (
+                pair.optimizer.state[p][key].dtype == value.dtype and pair.optimizer.state[p][key].shape == value.shape
+            )
+    close(*plain_ones, "a parameter outside the model")
+    assert type(pair.optimizer.state[plain_ones[0]].get("exp_avg", plain_ones[0].data)) is torch.Tensor

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_params
-from tests.optim.helpers import Odd, by_ndim, same_optimizers
+from tests.optim.helpers import Descent, Odd, by_ndim, same_optimizers
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
@@ -64,21 +64,6 @@ def test_a_parameter_that_only_one_rank_uses(rank, world_size):
     pair.model.leave_out = pair.plain.leave_out = rank == 0
     train(pair, range(3))
     pair.check()
-
-
-@ranks(2)
-def test_the_users_step_stays_where_it_is(rank, world_size):
-    pair = Pair(MLP, rank, world_size, optimizer=lambda m: O.AdamW(m.parameters(), lr=0.01))
-    pair.engine.step_in_backward(pair.optimizer)
-    schedulers = [O.lr_scheduler.StepLR(o, 1, 0.5) for o in (pair.optimizer, pair.plain_optimizer)]
-    for step in range(4):
-        pair.backward(plain_backward, batch(rank, step))
-        for optimizer, scheduler in zip((pair.optimizer, pair.plain_optimizer), schedulers, strict=True):
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-    pair.check()
-    same_optimizers(pair.optimizer, pair.plain_optimizer)
 
 
 class Tied(nn.Module):
@@ -256,21 +241,23 @@ def test_the_mode_may_begin_between_forward_and_backward(rank, world_size, strat
     pair.check()
 
 
-@pytest.mark.parametrize("checkpointed", [None, False, True])
+class Deep(nn.Module):
+    def __init__(self, layers, reentrant=None):
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList(nn.Linear(5, 5) for _ in range(layers)), reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            plainly = self.reentrant is None
+            x = torch.tanh(layer(x) if plainly else checkpoint(layer, x, use_reentrant=self.reentrant))
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2)
-def test_ordinary_models_are_stepped_before_the_end(rank, world_size, strategy, checkpointed):
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.tanh(layer(x) if checkpointed is None else checkpoint(layer, x, use_reentrant=checkpointed))
-            return x
-
-    pair = Pair(Deep, rank, world_size, unit_bytes=1, strategy=strategy)
+def test_ordinary_models_are_stepped_before_the_end(rank, world_size, strategy, reentrant):
+    pair = Pair(lambda: Deep(6, reentrant), rank, world_size, unit_bytes=1, strategy=strategy)
     pair.engine.step_in_backward(pair.optimizer)
     for step in range(3):
         events = []
@@ -315,13 +302,10 @@ def test_no_sync_is_refused_by_name_and_changes_nothing(rank, world_size):
     pair.check()
 
 
-@pytest.mark.parametrize("early", [True, *exhaustive(False)])
 @ranks(2)
-def test_a_gradient_scaler_is_refused_by_name(rank, world_size, early):
+def test_a_gradient_scaler_is_refused_by_name(rank, world_size):
     pair = Pair(MLP, rank, world_size)
     pair.engine.step_in_backward(pair.optimizer)
-    if not early:
-        train(pair, range(1))
     scaler = torch.amp.GradScaler("cpu")
 
     def step():
@@ -342,73 +326,63 @@ def test_a_gradient_scaler_that_scales_nothing_of_the_model_is_none_of_its_busin
     pair.check()
 
 
-class Counting(torch.optim.Optimizer):
+class Counting(Descent):
     """Counts in its groups, as apex's FusedAdam does; once as a number and once as a tensor."""
 
     def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         for group in self.param_groups:
             group["seen"] = torch.zeros(())
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            group["seen"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * group["step"] * group["seen"], alpha=group["lr"])
+    def begin(self, group):
+        group["step"] = group.get("step", 0) + 1
+        group["seen"] += 1
+
+    def update(self, p, group):
+        p.sub_(p.grad * group["step"] * group["seen"], alpha=group["lr"])
 
 
 class CountingGradients(Counting):
     """Counts only the steps in which a group has a gradient."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            group["seen"] += 1
-            for p in params:
-                p.sub_(p.grad * group["step"] * group["seen"], alpha=group["lr"])
+    def begin(self, group):
+        if any(p.grad is not None for p in group["params"]):
+            super().begin(group)
 
 
 for declared in (Counting, CountingGradients):
     torch_shard.optim.register(declared, "elementwise")
 
 
-@pytest.mark.parametrize("counting", [Counting, CountingGradients])
+@pytest.mark.parametrize("make", [O.AdamW, Counting, CountingGradients])
 @ranks(2)
-def test_the_users_step_counts_no_second_step(rank, world_size, counting):
-    pair = Pair(MLP, rank, world_size, optimizer=lambda m: counting(by_ndim(m)))
+def test_the_users_step_may_stay_where_it_is_and_counts_no_second_step(rank, world_size, make):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: make(by_ndim(m), lr=0.01))
     pair.engine.step_in_backward(pair.optimizer)
-    for step in range(3):
+    optimizers = (pair.optimizer, pair.plain_optimizer)
+    schedulers = [O.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+    for step in range(4):
         pair.backward(plain_backward, batch(rank, step))
-        for optimizer in (pair.optimizer, pair.plain_optimizer):
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-        for group, other in zip(pair.optimizer.param_groups, pair.plain_optimizer.param_groups, strict=True):
-            assert group["step"] == other["step"] == step + 1 and group["seen"] == other["seen"] == step + 1
+            scheduler.step()
+        for group in optimizers[0].param_groups if make is not O.AdamW else ():
+            assert group["step"] == group["seen"] == step + 1
     pair.check()
+    same_optimizers(*optimizers)
 
 
-@pytest.mark.parametrize("stays", [*exhaustive(False), True])
 @ranks(2)
-def test_what_an_optimizer_counts_in_its_groups_is_counted_once(rank, world_size, stays):
-    pair = Pair(Odd, rank, world_size, ignore=["extra"] if stays else [], optimizer=lambda m: Counting(by_ndim(m)))
+def test_what_is_not_sharded_is_left_to_the_users_step_which_counts_no_second_step(rank, world_size):
+    pair = Pair(Odd, rank, world_size, ignore=["extra"], optimizer=lambda m: Counting(by_ndim(m)))
     pair.engine.step_in_backward(pair.optimizer)
     for step in range(4):
         for model in (pair.model, pair.plain):
             plain_backward(model, batch(rank, step))
         average_grads(pair.plain)
-        if stays:  # and has to step what the engine has not
-            pair.model.extra.grad = pair.plain.extra.grad.clone()
-            pair.optimizer.step()
-        pair.plain_optimizer.step()
-        for optimizer in (pair.optimizer, pair.plain_optimizer):
-            optimizer.zero_grad()
+        pair.model.extra.grad = pair.plain.extra.grad.clone()
+        pair.update()
         for group, other in zip(pair.optimizer.param_groups, pair.plain_optimizer.param_groups, strict=True):
             assert group["step"] == other["step"] and group["seen"] == other["seen"]
     pair.check()
@@ -490,17 +464,7 @@ def test_an_exception_in_backward_and_then_a_step(rank, world_size):
 
 @ranks(2)
 def test_counting_where_each_checkpoint_is_a_backward_of_its_own(rank, world_size):
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
-            return x
-
-    pair = Pair(Deep, rank, world_size, unit_bytes=1, optimizer=lambda m: Counting(m.parameters()))
+    pair = Pair(lambda: Deep(3, True), rank, world_size, unit_bytes=1, optimizer=lambda m: Counting(m.parameters()))
     pair.engine.step_in_backward(pair.optimizer)
     train(pair, range(3), lambda model, x: plain_backward(model, x.requires_grad_()))
     pair.check()

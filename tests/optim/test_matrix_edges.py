@@ -1,4 +1,4 @@
-"""What a step on whole matrices does besides updating them, and the ways to write one that can't be right."""
+"""What a step on whole matrices does besides updating them, and ways to write one, right and wrong."""
 
 from __future__ import annotations
 
@@ -8,37 +8,25 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same, same_params
-from tests.optim.helpers import O
+from tests.optim.helpers import Descent, O, both
 from tests.optim.matrix_optimizers import advance, gradients, maker
-from tests.support.marks import exhaustive
+from tests.support.marks import quick
 from tests.support.ranks import ranks
-from torch_shard.errors import DivergenceError, ShardError, UnitStateError
+from torch_shard.errors import DivergenceError, ShardError
 from torch_shard.optim.matrix import state as matrix_state
-
-
-class Descent(O.Optimizer):
-    """Plain gradient descent, to be varied."""
-
-    def __init__(self, params: Any, lr: float = 0.05, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, group)
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        p.sub_(p.grad, alpha=group["lr"])
 
 
 def pair_of(kind: Any, rank: int, world_size: int, **settings: Any) -> Pair:
     torch_shard.optim.register(kind, kind="matrix")
     return Pair(MLP, rank, world_size, optimizer=lambda model: kind(model.parameters()), **settings)
+
+
+class Steps(Descent):
+    """Declared, as it is."""
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -74,44 +62,25 @@ class ClearsGradients(Descent):
         self.zero_grad()
 
 
-class ZeroesGradients(Descent):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step()
-        self.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize("kind", [ClearsGradients, *exhaustive(ZeroesGradients)])
 @ranks(2, exhaustive=(1, 3))
-def test_gradients_that_a_step_clears_are_cleared(rank, world_size, kind):
-    pair = pair_of(kind, rank, world_size)
+def test_gradients_that_a_step_clears_are_cleared(rank, world_size):
+    pair = pair_of(ClearsGradients, rank, world_size)
     for step in range(3):
-        for model in (pair.model, pair.plain):
-            plain_backward(model, batch(rank, step))
-        for p in pair.plain.parameters():
-            torch.distributed.all_reduce(p.grad)
-            p.grad /= world_size
-        pair.optimizer.step()
-        pair.plain_optimizer.step()
-        assert [p.grad is None for p in pair.model.parameters()] == [p.grad is None for p in pair.plain.parameters()]
-        same_params(pair.model, pair.plain)
+        pair.backward(plain_backward, batch(rank, step))
+        for _, optimizer in both(pair):
+            optimizer.step()
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.check()
 
 
 @ranks(2, exhaustive=(3,))
 def test_gradients_must_be_cleared_after_the_step_of_a_declared_class(rank, world_size):
-    pair = pair_of(Descent, rank, world_size)
+    pair = pair_of(Steps, rank, world_size)
     advance(pair, range(2))  # with zero_grad() before each backward
-    with pytest.raises(ShardError, match=r"Descent.step\(\) may have changed the gradient of .* zero_grad\(\)"):
+    with pytest.raises(ShardError, match=r"Steps.step\(\) may have changed the gradient of .* zero_grad\(\)"):
         plain_backward(pair.model, batch(rank, 2))
     pair.model.zero_grad(set_to_none=False)
     plain_backward(pair.model, batch(rank, 2))
-
-
-class ClearsFirst(Descent):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.zero_grad()
-        super().step()
 
 
 class LoopInALoop(Descent):
@@ -152,7 +121,6 @@ class DecaysFirst(Descent):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        *exhaustive((ClearsFirst, "called zero_grad")),
         (LoopInALoop, "began a loop over the groups within another"),
         (LeavesEarly, "left its loop over the groups before the last"),
         (FirstGroupOnly, "asked for parameters outside its loop over the groups"),
@@ -280,7 +248,7 @@ def test_gradients_are_cleared_before_the_closure(rank, world_size):
     pair = pair_of(Twice, rank, world_size)
     for step in range(3):
         gradients(pair, 2 * step)
-        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        for model, optimizer in both(pair):
 
             def closure(model: Any = model, step: int = step) -> Any:
                 return plain_backward(model, batch(0, 2 * step + 1))
@@ -291,27 +259,6 @@ def test_gradients_are_cleared_before_the_closure(rank, world_size):
 
 
 # -- close ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@ranks(2, exhaustive=(3,))
-def test_state_that_close_was_not_told_of_is_not_used_on_the_plain_model(rank, world_size):
-    pair = pair_of(Remembers, rank, world_size)
-    advance(pair, range(2))
-    pair.engine.close()
-    gradients(pair, 2)
-    with pytest.raises(UnitStateError, match=r"Remembers\.step\(\) .* engine\.close\(optimizer\)"):
-        pair.optimizer.step()
-    pair.engine = torch_shard.shard(pair.model)  # which finds the state at its owners
-    advance(pair, range(3, 5))
-    pair.engine.close(pair.optimizer)
-    pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
-    for model in (pair.model, pair.plain):
-        model.zero_grad()
-        plain_backward(model, batch(0, 5))
-    pair.optimizer.step()
-    pair.plain_optimizer.step()
-    same_params(pair.model, pair.plain)
 
 
 class Remembers(Descent):
@@ -344,3 +291,102 @@ def test_a_rank_that_owns_nothing_closes_too(rank, world_size, named):
     del other, optimizer
     pair.engine.close(*([pair.optimizer] if named else []))
     assert type(pair.model.only.weight) is torch.nn.Parameter and len(held) == (rank == 0)
+
+
+# -- ways in which such optimizers are written -------------------------------------------------------------------------
+
+
+class Whitened(Descent):
+    def __init__(self, params):
+        super().__init__(params, calls=torch.zeros(()), history=[])
+
+    def update(self, p, group):
+        state = self.state[p]
+        total = state["sum"] = state.get("sum", 0.0) + p.grad
+        if p.ndim == 2:
+            total = total @ torch.linalg.inv(torch.eye(p.shape[1], dtype=p.dtype) + total.T @ total)
+        p.sub_(total, alpha=group["lr"])
+
+
+class CountsInPlace(Whitened):
+    def begin(self, group):
+        group["calls"] += 1
+        group["history"].append(int(group["calls"]))
+
+    def update(self, p, group):
+        super().update(p, {"lr": group["lr"] / float(group["calls"])})
+
+
+class CountsBehindTheLoop(Whitened):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["lr"] *= 0.5
+        self.state["all"]["rounds"] = self.state["all"].get("rounds", 0) + 1
+
+
+class LooksAtParameters(Whitened):
+    def update(self, p, group):
+        if isinstance(p, nn.Parameter) and p.requires_grad:
+            super().update(p, {"lr": group["lr"] * getattr(p, "scale", 1.0)})
+
+
+WAYS = [Whitened, CountsInPlace, CountsBehindTheLoop, LooksAtParameters]
+
+
+class ElementWise(LooksAtParameters):
+    def update(self, p, group):
+        if isinstance(p, nn.Parameter) and p.requires_grad:
+            p.sub_(p.grad, alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
+for way in WAYS:
+    torch_shard.optim.register(way, kind="matrix")
+torch_shard.optim.register(ElementWise, kind="elementwise")
+
+
+def make(kind):
+    def optimizer(model):
+        model.head.weight.scale, model.blocks[1].up.bias.scale = 3.0, 0.25  # which deepcopy does not copy
+        return kind(model.parameters())
+
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [*quick(WAYS, [Whitened, LooksAtParameters]), ElementWise])
+@ranks(2, exhaustive=(1, 3))
+def test_a_declared_optimizer_may_be_written_in_these_ways(rank, world_size, kind):
+    pair = Pair(MLP, rank, world_size, optimizer=make(kind))
+    for step in range(4):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
+    for ours, theirs in zip(pair.optimizer.param_groups, pair.plain_optimizer.param_groups, strict=True):
+        for key in ("lr", "calls", "history"):
+            same(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key]), key)
+    assert pair.optimizer.state.get("all") == pair.plain_optimizer.state.get("all")
+
+
+@ranks(2)
+def test_ranks_that_list_parameters_in_another_order_are_told(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    params = list(pair.model.parameters())
+    optimizer = Whitened(params if rank == 0 else params[::-1])
+    plain_backward(pair.model, batch(rank, 0))
+    with pytest.raises(DivergenceError, match="order"):
+        optimizer.step()
+    pair.check()
+
+
+@ranks(2)
+def test_closing_gives_state_back_in_its_own_dtype(rank, world_size):
+    model = nn.Linear(5, 7).to(torch.bfloat16)
+    engine = torch_shard.shard(model)
+    optimizer = O.Adafactor(model.parameters())
+    model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    for own in optimizer.state.values():
+        own["extra"] = torch.ones(3, dtype=torch.float32)
+    engine.close(optimizer)
+    own = optimizer.state[model.weight]
+    assert own["step"].dtype == torch.float32 and own["row_var"].shape == (7, 1)
+    assert own["extra"].dtype == torch.float32

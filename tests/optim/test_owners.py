@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_shard.plan.matrix_owners import Item, assign, choose, loads_of, work_of
+from torch_shard.plan.matrix_owners import Item, assign, choose, work_of
 
 NUMBERS = st.integers(1, 9)
 
@@ -67,19 +67,6 @@ def test_equal_blocks_stay_where_they_are_and_ranks_are_level_on_the_way(ranks):
     assert moved <= sum(sum(item.held) for item in items) / 6  # one matrix is cut in the middle
 
 
-def test_a_large_item_at_the_end_is_not_what_one_rank_does_alone_at_last():
-    items = [*(Item(1, unit) for unit in range(10)), Item(10, 10)]
-    owners = assign(items, 2)
-    assert set(owners[:10]) == {1 - owners[10]}
-
-
-def test_the_work_on_a_matrix_is_that_of_a_product_with_its_smaller_side():
-    assert work_of((6, 4)) == work_of((4, 6)) == 6 * 4 * 4 + 24
-    assert work_of((6, 2, 2)) == work_of((6, 4))
-    assert work_of((6, 4), linear=True) == 24
-    assert work_of((7,)) == 7 and work_of(()) == 1 and work_of((0, 3)) == 0
-
-
 @given(st.sets(st.integers(0, 3)), st.one_of(st.none(), st.integers(0, 3)))
 def test_the_owner_is_one_that_has_the_state(holders, owner):
     holders = sorted(holders)
@@ -90,7 +77,3 @@ def test_the_owner_is_one_that_has_the_state(holders, owner):
         assert owner is None and len(holders) == 4
     else:
         assert found in holders and (owner not in holders or found == owner)
-
-
-def test_loads_are_those_of_what_is_owned():
-    assert loads_of({"a": 3, "b": 4, "c": 5}, {"a": 1, "c": 1, "gone": 0}, 2) == [0, 8]

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import Pair, batch, plain_backward, same, train_alike
+from tests.compat.harness import Pair, batch, plain_backward, same
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
-from torch_shard.errors import ConfigError, ShardError
-from torch_shard.shard_tensor.tensor import ShardTensor
+from torch_shard.errors import ShardError
 
 O = torch.optim
 
@@ -130,27 +129,6 @@ def test_parameters_that_are_not_sharded_step_with_the_state_that_was_loaded(ran
     same(own, pair.plain_optimizer.state[pair.plain.alone]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-@ranks(2, exhaustive=(3,))
-def test_an_optimizer_of_scalars_that_stepped_before_sharding(rank, world_size, name):
-    def make(params):
-        return O.AdamW(params, lr=0.01) if name == "AdamW" else O.SGD(params, lr=0.1, momentum=0.9)
-
-    torch.manual_seed(0)
-    model = Wide().double()
-    plain = copy.deepcopy(model)
-    optimizers = [make([m.scale]) for m in (model, plain)]
-    for m, o in zip((model, plain), optimizers, strict=True):
-        plain_backward(m, batch(0, 9))
-        o.step()
-        m.zero_grad()
-    torch_shard.shard(model, unit_bytes=500)
-    train_alike(model, plain, optimizers, rank, grads=False)
-    for key, value in optimizers[1].state[plain.scale].items():
-        same(optimizers[0].state[model.scale][key], value, key)
-        assert (type(optimizers[0].state[model.scale][key]) is ShardTensor) == (key != "step")
-
-
 class Fallback(O.Optimizer):
     def __init__(self, params):
         super().__init__(params, {})
@@ -174,27 +152,6 @@ def test_an_unknown_optimizer_that_catches_the_refusal_does_not_go_on_in_silence
         optimizer.step()
 
 
-@ranks(2)
-def test_hooks_may_use_the_optimizer_among_the_arguments(rank, world_size):
-    pair = Pair(Wide, rank, world_size, optimizer=lambda m: O.AdamW(m.parameters(), lr=0.01, foreach=False))
-    seen = []
-
-    def hook(optimizer, args, kwargs):
-        seen.append((len(args[0].state_dict()["state"]), [len(g["params"]) for g in args[0].param_groups]))
-        for p in args[0].param_groups[0]["params"]:
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-
-    for optimizer in (pair.optimizer, pair.plain_optimizer):
-        optimizer.register_step_pre_hook(hook)
-        optimizer.register_step_post_hook(hook)
-    pair.step(plain_backward, batch(rank, 0))
-    pair.step(plain_backward, batch(rank, 1))
-    half = len(seen) // 2
-    assert seen[:2] + seen[4:6] == seen[2:4] + seen[6:8] and half == 4
-    pair.check()
-
-
 @pytest.mark.exhaustive
 @ranks(2)
 def test_a_compiled_step_is_refused_by_name(rank, world_size):
@@ -207,27 +164,6 @@ def test_a_compiled_step_is_refused_by_name(rank, world_size):
     pair.check()
     pair.update()
     pair.check()
-
-
-@ranks(2)
-def test_a_scheduler_and_a_copy_of_an_attached_optimizer(rank, world_size):
-    class Wrapper(O.Optimizer):
-        def __init__(self, inner):
-            self.inner, self.defaults = inner, {}
-            self.param_groups, self.state = inner.param_groups, inner.state
-
-        def step(self, closure=None):
-            return self.inner.step(closure)
-
-    pair = Pair(Wide, rank, world_size, optimizer=lambda m: Wrapper(O.SGD(m.parameters(), lr=0.1)))
-    pair.engine.attach(pair.optimizer)
-    O.lr_scheduler.LambdaLR(pair.optimizer, lambda step: 0.5)
-    assert copy.copy(pair.optimizer).step is not None
-    own = Own(pair.model.parameters())
-    own.step = own.step  # replaced, as schedulers do it
-    del own._optimizer_step_pre_hooks
-    with pytest.raises(ConfigError, match="Attach the optimizer first"):
-        pair.engine.attach(own)
 
 
 @ranks(2)
@@ -247,12 +183,6 @@ def test_what_is_kept_between_steps_keeps_neither_old_state_nor_gradients_nor_th
     pair.optimizer.step()
     pair.optimizer.zero_grad()
     assert gradient() is None
-    kinds = len(O.AdamW.__subclasses__())
-    for step in range(3, 6):
-        plain_backward(pair.model, batch(rank, step))
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
-    assert len(O.AdamW.__subclasses__()) == kinds
     optimizer = weakref.ref(pair.optimizer)
     pair.optimizer = None
     gc.collect()
@@ -267,18 +197,3 @@ def test_gradients_from_before_stepping_in_backward_are_refused(rank, world_size
     with pytest.raises(ShardError, match="gradient from before"):
         plain_backward(pair.model, batch(rank, 0))
     pair.check()
-
-
-@ranks(2)
-def test_an_engine_that_has_stepped_in_backward_is_closed_and_its_memory_freed(rank, world_size):
-    pair = Pair(Wide, rank, world_size)
-    pair.engine.step_in_backward(pair.optimizer)
-    plain_backward(pair.model, batch(rank, 0))
-    engine, shard = pair.engine, weakref.ref(pair.engine.units[0].flats[0])
-    engine.close(pair.optimizer)
-    gc.collect()
-    assert shard() is None
-    pair.engine = torch_shard.shard(pair.model)
-    optimizer = O.SGD(pair.model.parameters(), lr=0.1)
-    plain_backward(pair.model, batch(rank, 1))
-    optimizer.step()

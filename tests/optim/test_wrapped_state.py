@@ -11,7 +11,7 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward
-from tests.optim.helpers import O
+from tests.optim.helpers import Descent
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks, run
 from torch_shard.errors import CheckpointError, ShardError
@@ -55,43 +55,33 @@ class Coded(torch.Tensor):
 torch.serialization.add_safe_globals([Coded])
 
 
-class Momentum8bit(O.Optimizer):
+class Momentum8bit(Descent):
     """SGD whose momentum is kept in codes where a parameter has many elements."""
 
-    def __init__(self, params: Any, lr: float = 0.05, note: Any = None) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, note: Any = None) -> None:
+        super().__init__(params)
         self.note = note
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state and p.numel() >= MANY and p.ndim == 2:
-                    scale = torch.zeros(p.shape[0], 1, dtype=p.dtype)
-                    state["momentum"] = Coded(torch.zeros(p.shape, dtype=torch.int8), scale, "momentum")
-                elif not state:
-                    state["momentum"] = torch.zeros_like(p)
-                if self.note is not None:
-                    state["note"] = self.note
-                momentum = state["momentum"]
-                values = (momentum.values() if isinstance(momentum, Coded) else momentum) * 0.9 + p.grad
-                momentum.set(values) if isinstance(momentum, Coded) else momentum.copy_(values)
-                p.sub_(values, alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state and p.numel() >= MANY and p.ndim == 2:
+            scale = torch.zeros(p.shape[0], 1, dtype=p.dtype)
+            state["momentum"] = Coded(torch.zeros(p.shape, dtype=torch.int8), scale, "momentum")
+        elif not state:
+            state["momentum"] = torch.zeros_like(p)
+        if self.note is not None:
+            state["note"] = self.note
+        momentum = state["momentum"]
+        values = (momentum.values() if isinstance(momentum, Coded) else momentum) * 0.9 + p.grad
+        momentum.set(values) if isinstance(momentum, Coded) else momentum.copy_(values)
+        p.sub_(values, alpha=group["lr"])
 
 
 torch_shard.optim.register(Momentum8bit, kind="matrix")
 
 
 def pair_of(rank: int, world_size: int, **options: Any) -> Pair:
-    return Pair(
-        MLP,
-        rank,
-        world_size,
-        optimizer=lambda model: Momentum8bit(list(model.parameters()), **options),
-    )
+    return Pair(MLP, rank, world_size, optimizer=lambda model: Momentum8bit(model.parameters(), **options))
 
 
 def advance(pair: Pair, steps: range) -> None:

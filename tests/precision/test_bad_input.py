@@ -64,11 +64,13 @@ def test_ranks_with_different_precision_are_an_error_on_both(rank):
 
 
 @ranks(2)
-def test_a_backward_of_what_was_computed_inside_gathered_is_an_error_outside_too(rank):
+def test_a_backward_of_what_was_computed_inside_gathered_is_an_error_inside_and_outside(rank):
     """Its gradients would go to copies."""
     pair = Mixed(MLP, Precision(param_dtype=BF16))
     with pair.engine.gathered():
         loss = loss_of(pair.model(batch(rank, 0).float()))
+        with pytest.raises(UnitStateError, match=r"ShardConfig\.precision"):
+            loss_of(pair.model(batch(rank, 0).float())).backward()
     with pytest.raises(UnitStateError, match=r"engine\.gathered\(\)"):
         loss.backward()
     pair.train(rank, steps=1)

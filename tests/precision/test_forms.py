@@ -18,7 +18,6 @@ from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision
-from torch_shard.errors import UnitStateError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = Precision(param_dtype=BF16)
@@ -102,15 +101,6 @@ def test_outputs_and_buffers_are_cast_where_it_is_asked_for(rank):
     assert (model.shift.dtype, model.count.dtype) == (BF16, torch.int64)
     out["out"].sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-@ranks(2)
-def test_gradients_may_keep_the_dtype_of_their_reduction(rank):
-    model, _ = seen(Precision(param_dtype=BF16, keep_low_precision_grads=True))
-    for _ in range(2):
-        model(torch.ones(2, 5))["out"].sum().backward()
-    assert {p.grad.dtype for p in model.parameters()} == {BF16}
-    assert {p.grad.full_tensor().dtype for p in model.parameters()} == {BF16}
 
 
 @ranks(2, exhaustive=(1,))
@@ -242,14 +232,6 @@ def test_gathered_gives_the_values_of_storage_and_keeps_what_is_written(strategy
     loss_of(pair.model(batch(rank, 0).float())).backward()
 
 
-@ranks(2)
-def test_a_backward_inside_gathered_is_refused(rank):
-    pair = Mixed(MLP, LOW)
-    with pair.engine.gathered(), pytest.raises(UnitStateError, match=r"ShardConfig\.precision"):
-        pair.model(batch(rank, 0).float()).sum().backward()
-    pair.train(rank, steps=1)
-
-
 class Edits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -310,22 +292,6 @@ def test_a_model_on_meta_is_initialised_in_the_dtype_of_storage(rank):
     model(batch(rank, 0).float()).sum().backward()
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_deep_copy_trains_by_itself_in_the_same_precision(rank):
-    pair = Mixed(MLP, LOW)
-    pair.train(rank, steps=1)
-    twin = copy.deepcopy(pair.model)
-    state = {n: p.detach().full_tensor() for n, p in pair.model.named_parameters()}
-    x = batch(rank, 7).float()
-    same_bits(twin(x), pair.model(x))
-    loss_of(twin(x)).backward()
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    for name, p in pair.model.named_parameters():
-        same_bits(p, state[name], name)
-    assert {p.dtype for p in twin.parameters()} == {FP32} and twin(x).dtype == BF16
-
-
 @ranks(2, exhaustive=(1,))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_closing_gives_the_plain_model_of_storage_back(strategy, rank):
@@ -338,45 +304,3 @@ def test_closing_gives_the_plain_model_of_storage_back(strategy, rank):
     out = pair.model(batch(rank, 0).float())
     assert out.dtype == FP32
     out.sum().backward()
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_evaluation_computes_in_low_precision_too(rank):
-    pair = Mixed(MLP, LOW)
-    x = batch(rank, 0).float()
-    for _ in range(2):
-        with torch.no_grad():
-            same_bits(pair.model(x), pair.low()(x.to(BF16)))
-        pair.train(rank, steps=1)
-    with torch.inference_mode():
-        same_bits(pair.model(x).clone(), pair.low()(x.to(BF16)).clone())
-
-
-@ranks(2)
-def test_activation_checkpoints_recompute_in_low_precision(rank):
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(MLP):
-        def forward(self, x):
-            x = self.inp(x)
-            for i, block in enumerate(self.blocks):
-                x = checkpoint(block, x, use_reentrant=i == 1)
-            return self.head(x)
-
-    class_ = Checkpointed  # defined here: this body is imported by name, its class is not pickled
-    pair = Mixed(class_, Precision(param_dtype=BF16, keep=[nn.LayerNorm]))
-    pair.train(rank, steps=2)
-
-
-@ranks(2)
-def test_a_direct_use_of_another_modules_weight_is_in_low_precision(rank):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
-
-        def forward(self, x):
-            return F.linear(self.a(x), self.b.weight.t(), self.a.bias)
-
-    Mixed(Tied, LOW, unit_bytes=50).train(rank, steps=2)

@@ -92,30 +92,3 @@ def test_a_scaled_step_equals_one_in_fp32_but_for_rounding(rank):
     plain(x).backward()
     optimizers[1].step()
     same_bits(model.weight, plain.weight)
-
-
-@ranks(2)
-def test_a_scaler_that_bf16_does_not_need_changes_nothing(rank):
-    """Powers of two scale exactly."""
-    steps = []
-    for enabled in (False, True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
-        pair = Mixed(MLP, Precision(param_dtype=torch.bfloat16))
-        scaler.scale(loss_of(pair.model(batch(rank, 0).float())).float()).backward()
-        scaler.step(pair.optimizer)
-        steps.append([p.detach().full_tensor() for p in pair.model.parameters()])
-    assert all(map(torch.equal, *steps))
-
-
-@ranks(2)
-def test_the_state_of_the_scaler_is_part_of_a_checkpoint(rank, tmp_path):
-    pair = Mixed(MLP, LOW)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scaler.scale(loss_of(pair.model(batch(rank, 0).float())).float()).backward()
-    scaler.step(pair.optimizer)
-    scaler.update(32.0)
-    pair.engine.save(tmp_path / "c", pair.optimizer, extra={"scaler": scaler.state_dict()})
-    again = torch.amp.GradScaler("cpu")
-    other = Mixed(MLP, LOW)
-    again.load_state_dict(other.engine.load(tmp_path / "c", other.optimizer)["scaler"])
-    assert again.get_scale() == 32.0

@@ -27,14 +27,6 @@ class Net(nn.Module):
         return self.second(self.first(x))
 
 
-def rows(w: Any) -> None:
-    w[1] = w[0] * 1.001
-
-
-def flipped(w: Any) -> None:
-    w.copy_(w.flip(0))
-
-
 def normalised(w: Any) -> None:
     w.div_(w.norm(dim=1, keepdim=True))
 
@@ -43,17 +35,13 @@ def averaged(w: Any) -> None:
     w[4:] = w[:4].mean(0)
 
 
-def rotated(w: Any) -> None:
-    w.copy_(w @ torch.linalg.qr(torch.arange(36.0).view(6, 6).sin())[0])
-
-
 def out(w: Any) -> None:
     torch.add(w, 1e-4, out=w)
 
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "no_shard")])
-@pytest.mark.parametrize("edit", [rows, flipped, normalised, averaged, rotated, out])
+@pytest.mark.parametrize("edit", [normalised, averaged, out])
 def test_an_edit_that_needs_the_whole_keeps_the_precision_of_storage(edit, strategy, rank):
     pair = Mixed(Net, LOW, strategy=strategy, units=[nn.Linear])
     with torch.no_grad():
@@ -66,21 +54,6 @@ def test_an_edit_that_needs_the_whole_keeps_the_precision_of_storage(edit, strat
     x = torch.ones(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(pair.model(x), pair.low()(x.to(BF16)), rtol=0.02, atol=0.02)
-
-
-@ranks(2)
-def test_what_is_read_has_the_values_and_dtype_of_storage(rank):
-    pair = Mixed(Net, LOW, units=[nn.Linear])
-    ours, plain = pair.model.first.weight, pair.masters.first.weight
-    with torch.no_grad():
-        for read in (
-            lambda w: w[0],
-            lambda w: w.t(),
-            lambda w: torch.linalg.svdvals(w),
-            lambda w: w @ torch.ones(6, 2),
-            lambda w: torch.cat([w, w]),
-        ):
-            torch.testing.assert_close(read(ours), read(plain), rtol=1e-6, atol=1e-7)
 
 
 @ranks(2)

@@ -136,23 +136,6 @@ def test_a_resumed_training_begins_with_new_random_numbers(rank, tmp_path):
 
 
 @ranks(2)
-@pytest.mark.parametrize("make", [adamw, *exhaustive(sgd)])
-def test_state_that_is_reset_between_steps_is_fp32_again(make, rank):
-    torch.manual_seed(0)
-    model = mlp().bfloat16()
-    torch_shard.shard(model, precision=ROUND)
-    optimizer = make(model)
-    go(model, optimizer, rank, range(2))
-    for p in model.parameters():
-        for key, value in optimizer.state[p].items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                optimizer.state[p][key] = torch.zeros_like(p)
-    go(model, optimizer, rank, range(2, 4))
-    found = {v.dtype for p in model.parameters() for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)}
-    assert found <= {FP32}
-
-
-@ranks(2)
 def test_state_made_before_the_first_step_takes_what_was_saved(rank, tmp_path):
     """Adagrad makes it in its constructor, in the dtype of the parameters."""
 

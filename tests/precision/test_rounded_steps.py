@@ -31,7 +31,7 @@ from tests.precision.rounding_harness import (
     train,
     wholes,
 )
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.optim.elementwise.piece import RoundedPiece
@@ -70,9 +70,7 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
 
 @ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-@pytest.mark.parametrize(
-    "name", ["AdamW", *exhaustive("SGD"), *exhaustive(*[n for n in MAKE if n not in ("AdamW", "SGD")])]
-)
+@pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
 def test_steps_are_those_of_fp32_but_for_the_last_rounding(name, strategy, rank):
     model, _, optimizer = train(rank, MAKE[name], 0, strategy=strategy)
     exact = Exact(model, MAKE[name])
@@ -82,23 +80,6 @@ def test_steps_are_those_of_fp32_but_for_the_last_rounding(name, strategy, rank)
         exact.step(optimizer)
         optimizer.zero_grad()
     assert not same_values(wholes(model), before)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_parameters_without_a_gradient_in_a_step_are_left_alone(rank):
-    """Their counters differ from the others' afterwards, so they are stepped by themselves."""
-    model, _, optimizer = train(rank, adamw, 0)
-    exact = Exact(model, adamw)
-    for step in range(4):
-        loss_of(model(batch(rank, step).to(BF16))).backward()
-        if step % 2:
-            model.inp.bias.grad = model.blocks[1].up.weight.grad = None
-        before = whole(model.blocks[1].up.weight)
-        exact.step(optimizer)
-        if step % 2:
-            same_bits(model.blocks[1].up.weight, before)
-        optimizer.zero_grad()
 
 
 @ranks(2, exhaustive=(1, 3))

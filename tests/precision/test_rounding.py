@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.precision.rounding_harness import (
-    BF16,
-    FP32,
-    neighbours,
-)
+from tests.precision.rounding_harness import BF16, FP32, neighbours
 from tests.support.marks import exhaustive
 from torch_shard.numerics.stochastic_rounding import Rounding, noise, round_to
 

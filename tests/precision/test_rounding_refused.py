@@ -10,20 +10,10 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP, batch, loss_of
-from tests.precision.rounding_harness import (
-    BF16,
-    FP32,
-    ROUND,
-    O,
-    adamw,
-    mlp,
-    same_values,
-    train,
-    wholes,
-)
+from tests.precision.rounding_harness import BF16, FP32, ROUND, O, adamw, mlp, same_values, train, wholes
 from tests.support.ranks import ranks
 from torch_shard import Precision
-from torch_shard.errors import ConfigError, ShardError
+from torch_shard.errors import ConfigError
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
@@ -66,19 +56,6 @@ def test_an_optimizer_that_steps_on_sharded_tensors_is_refused_before_anything_h
     assert same_values(wholes(model), before)
 
 
-@ranks(2)
-def test_a_parameter_that_is_listed_twice_is_refused_before_anything_has_changed(rank):
-    model, _, _ = train(rank, adamw, 0)
-    before = wholes(model)
-    bias = model.inp.bias
-    optimizer = O.SGD([{"params": list(model.parameters())}], lr=1.0)
-    optimizer.param_groups[0]["params"].append(bias)
-    loss_of(model(batch(rank, 0).to(BF16))).backward()
-    with pytest.raises(ConfigError, match=r"SGD lists inp\.bias more than once"):
-        optimizer.step()
-    assert same_values(wholes(model), before)
-
-
 class Failing(O.SGD):
     """Fails in the second group."""
 
@@ -104,12 +81,3 @@ def test_a_step_that_fails_half_way_leaves_rounded_values_and_the_next_one_is_wh
     optimizer.param_groups[1]["fails"] = False
     optimizer.step()
     assert not torch.equal(wholes(model)[names[-1]], before[names[-1]])
-
-
-@ranks(2)
-def test_a_step_inside_gathered_is_refused_as_ever(rank):
-    model, engine, optimizer = train(rank, adamw, 1)
-    loss_of(model(batch(rank, 1).to(BF16))).backward()
-    with engine.gathered(), pytest.raises(ShardError, match="inside engine"):
-        optimizer.step()
-    optimizer.step()

@@ -7,14 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.quantized.harness import (
-    BF16,
-    BLOCK,
-    FP16,
-    FP32,
-    FP64,
-    decoded,
-)
+from tests.quantized.harness import BF16, BLOCK, FP16, FP32, FP64, decoded
 from torch_shard.numerics.block_quantizer import BlockQuantizer
 
 

@@ -8,12 +8,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import MLP
-from tests.quantized.harness import (
-    BF16,
-    BOTH,
-    GRADIENTS,
-    PARAMETERS,
-)
+from tests.quantized.harness import BF16, BOTH, GRADIENTS, PARAMETERS
 from torch_shard import Quantized, ShardConfig
 from torch_shard.errors import ConfigError, UnavailableError
 
