@@ -16,13 +16,7 @@ import torch_shard
 from tests.support.bad_input_helpers import Net, all_ranks_agree_on, hasty, small, step
 from tests.support.ranks import ranks
 from torch_shard.config.shard_config import ShardConfig
-from torch_shard.errors import (
-    ConfigError,
-    ReplacedParameterError,
-    SetupError,
-    ShardError,
-    ShardPicklingError,
-)
+from torch_shard.errors import ConfigError, ReplacedParameterError, SetupError, ShardError, ShardPicklingError
 
 # -- configuration ------------------------------------------------------------------------------------------------------
 
