@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_shard
-from tests.compat.harness import (
-    MLP,
-    batch,
-    loss_of,
-    train_both,
-)
+from tests.compat.harness import MLP, batch, loss_of, train_both
 from tests.hybrid.harness import TWO
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
@@ -31,7 +26,8 @@ def test_bad_settings_are_refused_by_name(rank):
         ({"strategy": "full_shard", "shard_size": 2}, "shard_size is for the hybrid strategies"),
         ({"strategy": "hybrid_shard", "shard_size": 0}, "shard_size must be an integer of at least 1"),
         ({"strategy": "hybrid_shard", "shard_size": 4, "mesh": mesh}, "shard_size is 4, and in the mesh 2 ranks share"),
-        ({"mesh": mesh}, "name the one to shard over"),
+        ({"mesh": mesh}, "2 dimensions.*'replicate', 'shard'.*name the one to shard over"),
+        ({"mesh": init_device_mesh("cpu", (2, 2))}, "2 dimensions"),
         ({"mesh": mesh, "mesh_dims": "tp"}, "has no dimension 'tp', but .'replicate', 'shard'."),
         ({"mesh": mesh, "mesh_dims": ("replicate", "shard")}, "takes one; name the one to shard over"),
         ({"mesh_dims": "shard"}, "mesh_dims names dimensions of a DeviceMesh"),

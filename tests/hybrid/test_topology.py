@@ -7,10 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_shard
-from tests.compat.harness import (
-    MLP,
-    train_both,
-)
+from tests.compat.harness import MLP, train_both
 from tests.hybrid.harness import same_copies
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks

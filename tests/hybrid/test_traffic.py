@@ -8,11 +8,7 @@ import torch.distributed as dist
 
 import torch_shard
 from tests.comm.test_traffic import Collectives
-from tests.compat.harness import (
-    MLP,
-    batch,
-    loss_of,
-)
+from tests.compat.harness import MLP, batch, loss_of
 from tests.hybrid.harness import TWO
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
