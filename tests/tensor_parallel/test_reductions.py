@@ -7,35 +7,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
     EXACT,
-    Model,
     backward,
     batch,
+    both_backward,
     loss_of,
     mesh_of,
+    pair_of,
     parallel,
-    plain_backward,
     same,
 )
 from torch_shard import shard
 from torch_shard.errors import NonFiniteError
 
 
-@pytest.mark.parametrize(
-    "order", [2.0, *(pytest.param(p, marks=pytest.mark.exhaustive) for p in (float("inf"), 0.0, 1.0))]
-)
+@pytest.mark.parametrize("order", [2.0, *exhaustive(float("inf"), 0.0, 1.0)])
 @ranks(4)
 def test_gradient_norms_are_the_whole_models_on_all_ranks(order):
-    mesh = mesh_of(2, 2)
     for strategy in ("full_shard", "no_shard"):
         for clip in ("engine", "torch"):
-            model, oracle = parallel(mesh), Model()
-            engine = shard(model, mesh=mesh["dp"], strategy=strategy)
-            backward(model, mesh, 0)
-            plain_backward(oracle, 0)
+            mesh, model, oracle, engine = pair_of(strategy=strategy)
+            both_backward(mesh, model, oracle, 0)
             expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5, order)
             if clip == "engine":
                 norm = engine.clip_grad_norm_(0.5, order)
@@ -53,9 +49,7 @@ def test_gradient_norms_are_the_whole_models_on_all_ranks(order):
 @pytest.mark.exhaustive
 @ranks(4)
 def test_reductions_to_a_number_count_every_element_once():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    shard(model, mesh=mesh["dp"])
+    _, model, oracle, _ = pair_of()
     with torch.no_grad():
         for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
             for reduce in (torch.sum, torch.mean, torch.std, torch.max, torch.Tensor.norm, torch.count_nonzero):
@@ -69,9 +63,7 @@ def test_reductions_to_a_number_count_every_element_once():
 @pytest.mark.exhaustive
 @ranks(4)
 def test_a_loss_term_on_parameters_themselves():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    shard(model, mesh=mesh["dp"])
+    mesh, model, oracle, _ = pair_of()
     penalty = sum(p.square().sum() for p in model.parameters())
     (loss_of(model, batch(mesh["dp"].get_local_rank(), 0)) + 0.1 * penalty).backward()
     (sum(loss_of(oracle, batch(i, 0)) for i in range(2)) / 2).backward()

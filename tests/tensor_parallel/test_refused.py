@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.ranks import ranks
-from tests.tensor_parallel.harness import (
-    DTYPE,
-    Model,
-    batch,
-    loss_of,
-    mesh_of,
-    parallel,
-)
+from tests.support.run_python import run_python
+from tests.tensor_parallel.harness import DTYPE, Model, batch, loss_of, mesh_of, parallel
 from torch_shard import shard
 from torch_shard.errors import SetupError, ShardError
 
@@ -118,8 +106,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "strategy: 'hybrid_shard' of parameters that are parallelized" in found.stdout
+    assert "strategy: 'hybrid_shard' of parameters that are parallelized" in run_python("-c", code).stdout
 
 
 def test_topologies_of_planes():
@@ -146,5 +133,4 @@ def test_nothing_is_imported_for_models_without_dtensors():
         "import sys, torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2)); "
         "print('torch.distributed.tensor' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False"]
+    assert run_python("-c", code).stdout.split() == ["False"]

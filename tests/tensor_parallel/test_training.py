@@ -9,12 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -22,12 +17,12 @@ from tests.tensor_parallel.harness import (
     DTYPE,
     EXACT,
     Model,
-    backward,
     batch,
+    both_backward,
     mesh_of,
     optimizer_of,
+    pair_of,
     parallel,
-    plain_backward,
     same,
     trained,
 )
@@ -38,11 +33,7 @@ from torch_shard import shard
     ("strategy", "kind"),
     [
         ("full_shard", "sgd"),
-        pytest.param("full_shard", "adamw", marks=pytest.mark.exhaustive),
-        pytest.param("shard_grad_op", "sgd", marks=pytest.mark.exhaustive),
-        pytest.param("shard_optim", "sgd", marks=pytest.mark.exhaustive),
-        *exhaustive(("no_shard", "adamw")),
-        pytest.param("no_shard", "sgd", marks=pytest.mark.exhaustive),
+        *exhaustive(("full_shard", "adamw"), ("shard_grad_op", "sgd"), ("shard_optim", "sgd"), ("no_shard", "adamw")),
     ],
 )
 @ranks(4)
@@ -57,8 +48,7 @@ def test_training_gives_the_numbers_of_the_plain_model(strategy, kind):
     assert [p.shape for p in model.parameters()] == [p.shape for p in oracle.parameters()]
     same(model, oracle)
     for step in range(3):
-        backward(model, mesh, step)
-        plain_backward(oracle, step)
+        both_backward(mesh, model, oracle, step)
         same(model, oracle, grads=True)
         for optimizer in optimizers:
             optimizer.step()
@@ -84,7 +74,7 @@ def test_the_first_data_parallel_ranks_values_count(rank):
     assert not torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(4)
 def test_parameters_on_meta_are_initialised_as_a_plain_models(strategy):
     mesh = mesh_of(2, 2)
@@ -107,9 +97,7 @@ def test_parameters_on_meta_are_initialised_as_a_plain_models(strategy):
 @pytest.mark.exhaustive
 @ranks(4)
 def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    engine = shard(model, mesh=mesh["dp"], single_communicator=True)
+    mesh, model, oracle, engine = pair_of(single_communicator=True)
     assert dist.get_process_group_ranks(engine.shard_group) == dist.get_process_group_ranks(mesh.get_group("dp"))
 
     def hook(group, grad, output):
@@ -119,8 +107,7 @@ def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
         output.copy_(parts[dist.get_rank(group)] / 2)
 
     engine.register_comm_hook(mesh.get_group("dp"), hook)
-    backward(model, mesh, 0)
-    plain_backward(oracle, 0)
+    both_backward(mesh, model, oracle, 0)
     same(model, oracle, grads=True)
 
 
