@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 import torch_shard
-from tests.comm.test_traffic import Collectives
 from tests.compat.harness import MLP, batch, loss_of, plain_backward, same_params
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
@@ -306,39 +305,6 @@ def test_without_sync_module_states_each_rank_keeps_its_own_values(rank, world_s
             assert torch.equal(local, p.detach().view(-1)[sum(sizes[:rank]) :][: sizes[rank]]), name
     for name, b in own.named_buffers():
         assert torch.equal(model.get_buffer(name), b), name
-
-
-class TwoDtypes(nn.Module):
-    """Two units with parameters of two dtypes each, and buffers of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Linear(4, 6).double(), "c": nn.Linear(3, 3)}) for _ in range(2)
-        )
-        for name, dtype in (("f", torch.float32), ("g", torch.float32), ("i", torch.int64), ("m", torch.bool)):
-            self.register_buffer(name, torch.ones(3, dtype=dtype))
-
-
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@pytest.mark.parametrize("synchronise", [True, False])
-@ranks(2)
-def test_setup_sends_one_broadcast_for_each_unit_and_dtype(rank, world_size, strategy, synchronise):
-    model = TwoDtypes()
-    with Collectives() as seen:
-        torch_shard.shard(
-            model, strategy=strategy, units=[r"re:blocks\.\d"], sync_module_states=synchronise, timeout=20.0
-        )
-    floats, doubles = 5 * 4 + 4 + 3 * 3 + 3, 4 * 6 + 6
-    sizes = [nbytes for _, nbytes, _, _ in seen.named("broadcast_")]
-    if not synchronise:
-        assert sizes == []
-        return
-    # Two units, float32 and float64; a few bytes of padding between parameters are possible. Then the buffers.
-    assert len(sizes) == 2 * 2 + 3
-    for size, elements, item in zip(sizes[:4], [floats, doubles] * 2, [4, 8] * 2, strict=True):
-        assert elements * item <= size < elements * item + 100
-    assert sorted(sizes[4:]) == [3, 2 * 3 * 4, 3 * 8]
 
 
 class Counts(nn.Module):
