@@ -73,16 +73,6 @@ def test_a_copy_that_stays_away_is_an_error_on_the_others(rank):
         time.sleep(6.0)
 
 
-def _seconds(function: Any, *args: Any, **kwargs: Any) -> tuple[str, float]:
-    """The name of the error that it raised, and how long that took."""
-    begin = time.monotonic()
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, time.monotonic() - begin
-    return "no error", time.monotonic() - begin
-
-
 @pytest.mark.exhaustive
 @ranks(4, fresh=True, timeout=60)
 def test_ranks_of_a_mesh_that_stay_away_are_missed_in_time(rank):
@@ -92,9 +82,10 @@ def test_ranks_of_a_mesh_that_stay_away_are_missed_in_time(rank):
         if rank == 1:
             time.sleep(8.0)
         elif rank == 3 or (rank == 0 and not isinstance(mesh, tuple)):
-            name, seconds = _seconds(torch_shard.shard, MLP(), strategy="hybrid_shard", mesh=mesh, timeout=2.0)
-            assert name == ("SetupError" if rank == 3 and not isinstance(mesh, tuple) else "MissingRankError")
-            assert seconds < 6.0
+            begin = time.monotonic()
+            with pytest.raises(SetupError if rank == 3 and not isinstance(mesh, tuple) else MissingRankError):
+                torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh, timeout=2.0)
+            assert time.monotonic() - begin < 6.0
 
 
 @ranks(4)
@@ -105,24 +96,6 @@ def test_a_rank_outside_the_mesh_is_told_so(rank):
             torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
     else:
         torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
-
-
-@pytest.mark.exhaustive
-@ranks(4, fresh=True, timeout=100)
-def test_a_backward_that_fails_on_one_rank_does_not_wait_for_each_unit(rank):
-    model = MLP(blocks=8)
-    torch_shard.shard(model, unit_bytes=300, strategy="hybrid_shard_zero2", shard_size=2, timeout=4.0)
-    loss_of(model(batch(rank, 0).float())).backward()
-
-    def fail(_: torch.Tensor) -> None:
-        raise KeyError("one rank")
-
-    if rank == 2:
-        model.inp.weight.register_hook(fail)
-    name, seconds = _seconds(lambda: loss_of(model(batch(rank, 1).float())).backward())
-    assert name == "KeyError" if rank == 2 else name in ("MissingRankError", "DivergenceError")
-    assert seconds < 20.0
-    time.sleep(max(0.0, 20.0 - seconds))
 
 
 @pytest.mark.exhaustive
