@@ -107,30 +107,3 @@ except ConfigError as error:
     print(error)
 """
     assert "strategy: 'hybrid_shard' of parameters that are parallelized" in run_python("-c", code).stdout
-
-
-def test_topologies_of_planes():
-    from torch_shard.layout.rank_topology import Topology
-
-    within = Topology.hybrid(4, 2)
-    found = within.within([[0, 2, 4, 6], [1, 3, 5, 7]], range(8))
-    assert str(found) == "0 2 | 4 6 / 1 3 | 5 7"
-    assert (found.size, found.replicas, found.data_parallel_size, found.world) == (2, 2, 4, 8)
-    assert found.shard_group_of(3) == (1, 3) and found.replica_group_of(3) == (3, 7)
-    assert (
-        found.data_parallel_group_of(3) == (1, 3, 5, 7)
-        and found.full_model_group_of(3) == (0, 1, 2, 3)
-        and found.tp_replica_group_of(3) == (2, 3, 6, 7)
-    )
-    assert found.is_hybrid and not Topology.replicated(2).within([[0, 2], [1, 3]], range(4)).is_hybrid
-    with pytest.raises(SetupError, match="data-parallel groups"):
-        Topology(((0,), (1,), (2,)), data_parallel_groups=2)
-
-
-@pytest.mark.exhaustive
-def test_nothing_is_imported_for_models_without_dtensors():
-    code = (
-        "import sys, torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2)); "
-        "print('torch.distributed.tensor' in sys.modules)"
-    )
-    assert run_python("-c", code).stdout.split() == ["False"]
