@@ -60,6 +60,12 @@ def build(
     return made, engine, make(made)
 
 
+def alone(model: Callable[[], nn.Module] = Net, seed: int = 0, **config: Any) -> tuple[nn.Module, torch_shard.Engine]:
+    """A sharded model without an optimizer, and its engine."""
+    made, engine, _ = build(seed, lambda m: None, model, **config)
+    return made, engine
+
+
 def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
@@ -77,6 +83,18 @@ def whole(engine: torch_shard.Engine, optimizer: Any = None) -> dict[str, Any]:
     if optimizer is not None:
         found["optimizer"] = engine.optim_state_dict(optimizer, rank0_only=False)
     return found
+
+
+def comes_back(
+    path: Path, engine: torch_shard.Engine, optimizer: Any = None, **config: Any
+) -> tuple[nn.Module, Any, Any]:
+    """Load a checkpoint into another start, compare it with what was saved, and return model, engine and optimizer."""
+    if optimizer is None:
+        config["make"] = lambda model: None
+    made, other, second = build(seed=1, **config)
+    load(other, path, second)
+    same(whole(other, second), whole(engine, optimizer))
+    return made, other, second
 
 
 def same(found: Any, wanted: Any, where: str = "") -> None:
@@ -101,11 +119,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def saved_by(rank: int, world_size: int, path: str, config: dict[str, Any], steps: int = 2) -> None:
-    """Train, save a checkpoint, and what it must hold beside it."""
+    """Train, save a checkpoint, a full one, and what they must hold beside them."""
     model, engine, optimizer = build(**config)
     train(model, optimizer, rank, range(steps))
     model.note = "trained"
     save(engine, path, optimizer, extra={"step": steps})
+    engine.save_full(path + ".pt", optimizer, extra={"step": steps})
     expected = whole(engine, optimizer)
     if rank == 0:
         torch.save(expected, path + ".expected")
@@ -114,7 +133,7 @@ def saved_by(rank: int, world_size: int, path: str, config: dict[str, Any], step
 
 def loads(rank: int, world_size: int, path: str, config: dict[str, Any]) -> None:
     """Load a checkpoint into another start, and compare."""
-    expected = torch.load(path + ".expected", weights_only=True)
+    expected = torch.load(path.removesuffix(".pt") + ".expected", weights_only=True)
     model, engine, optimizer = build(seed=1, **config)
     train(model, optimizer, rank, range(1))
     assert load(engine, path, optimizer) == {"step": 2}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import pickle
-import resource
+import re
 import shutil
-import signal
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from tests.checkpoint.helpers import adamw, build, files_of, load, same, save, train, whole
-from tests.support.marks import exhaustive
+from tests.support.damage import Bomb, flip, full_disk, metadata_of, write_metadata
+from tests.support.marks import quick
 from tests.support.odd_model import Net
 from tests.support.ranks import ranks
-from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 from torch_shard.errors import CheckpointError, StateDictError
 
 
@@ -52,14 +51,6 @@ def refused(rank: int, folder: Path, damage: Callable[[Path], None], match: str,
     same(whole(other, second), whole(engine, optimizer))
 
 
-def flip(path: Path, position: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 4]))
-
-
 def values_of(folder: Path, name: str) -> tuple[str, int]:
     """The file and position of the first values of an entry."""
     found = json.loads((folder / "manifest.json").read_text())["manifest"]
@@ -70,45 +61,50 @@ def values_of(folder: Path, name: str) -> tuple[str, int]:
     raise KeyError(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.0.weight", *exhaustive("model.1.bias"), "optimizer.state.0.weight.exp_avg", *exhaustive("extra")]
-)
-@ranks(2)
-def test_a_flipped_bit_is_found_with_file_and_parameter(name, rank, tmp_path):
+def flipped_in(name: str) -> tuple[Callable[[Path], None], str]:
+    """Damage to the values of an entry, and what is said of it."""
+
     def damage(folder: Path) -> None:
         file, position = values_of(folder, name)
         flip(folder / file, position + 1)
 
-    refused(rank, tmp_path, damage, rf"distcp is damaged: bytes .* {name.replace('.', '[.]')}")
+    return damage, rf"distcp is damaged: bytes .* {re.escape(name)}"
 
 
+def flip_the_middle(path: Path) -> None:
+    flip(path, path.stat().st_size // 2)
+
+
+def of_version(folder: Path, version: int) -> None:
+    path = folder / "manifest.json"
+    inner = json.loads(path.read_text())["manifest"]
+    body = json.dumps({**inner, "version": version, "something": "new"})
+    path.write_text(f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":{body}}}')
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a bit of a parameter": flipped_in("model.0.weight"),
+    "a bit of a vector": flipped_in("model.1.bias"),
+    "a bit of optimizer state": flipped_in("optimizer.state.0.weight.exp_avg"),
+    "a bit of extra": flipped_in("extra"),
+    "a bit of the manifest": (lambda c: flip_the_middle(c / "manifest.json"), "manifest.json is damaged"),
+    "a bit of the metadata": (lambda c: flip_the_middle(c / ".metadata"), ".metadata is damaged"),
+    "a file cut off": (lambda c: os.truncate(c / "__1_0.distcp", 2000), r"__1_0\.distcp is damaged: bytes .* model\."),
+    "a file missing": (lambda c: (c / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing, with model\."),
+    "no manifest": (lambda c: (c / "manifest.json").unlink(), r"manifest\.json is missing"),
+    "no metadata": (lambda c: (c / ".metadata").unlink(), r"\.metadata is missing"),
+    "a newer format": (
+        lambda c: of_version(c, 2),
+        r"manifest\.json has format version 2, .*Upgrade torch-shard-engine",
+    ),
+}
+SELDOM = ("a bit of a vector", "a bit of extra", "a bit of the metadata")
+
+
+@pytest.mark.parametrize("what", quick(DAMAGE, [what for what in DAMAGE if what not in SELDOM]))
 @ranks(2)
-def test_a_truncated_file(rank, tmp_path):
-    def damage(folder: Path) -> None:
-        os.truncate(folder / "__1_0.distcp", 2000)
-
-    refused(rank, tmp_path, damage, r"__1_0\.distcp is damaged: bytes .* model\.")
-
-
-@ranks(2)
-def test_a_missing_file(rank, tmp_path):
-    refused(rank, tmp_path, lambda c: (c / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing, with model\.")
-
-
-@ranks(2)
-def test_a_missing_manifest(rank, tmp_path):
-    refused(rank, tmp_path, lambda c: (c / "manifest.json").unlink(), r"manifest\.json is missing")
-
-
-@ranks(2)
-def test_missing_metadata(rank, tmp_path):
-    refused(rank, tmp_path, lambda c: (c / ".metadata").unlink(), r"\.metadata is missing")
-
-
-@pytest.mark.parametrize("file", ["manifest.json", *exhaustive(".metadata")])
-@ranks(2)
-def test_a_flipped_bit_in_a_description(file, rank, tmp_path):
-    refused(rank, tmp_path, lambda c: flip(c / file, (c / file).stat().st_size // 2), f"{file} is damaged")
+def test_damage_is_found_with_file_and_parameter(what, rank, tmp_path):
+    refused(rank, tmp_path, *DAMAGE[what])
 
 
 @ranks(2)
@@ -123,31 +119,11 @@ def test_files_of_two_checkpoints(rank, tmp_path):
         load(engine, tmp_path / "b", optimizer)
 
 
-def of_version(folder: Path, version: int) -> None:
-    path = folder / "manifest.json"
-    inner = json.loads(path.read_text())["manifest"]
-    body = json.dumps({**inner, "version": version, "something": "new"})
-    path.write_text(f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":{body}}}')
-
-
-@ranks(2)
-def test_a_newer_format(rank, tmp_path):
-    refused(
-        rank, tmp_path, lambda c: of_version(c, 2), r"manifest\.json has format version 2, .*Upgrade torch-shard-engine"
-    )
-
-
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch exploded",)
-
-
 @ranks(2)
 def test_a_bomb_in_the_metadata_is_not_touched_off(rank, tmp_path):
     def damage(folder: Path) -> None:
         (folder / "manifest.json").unlink()  # whoever builds a bomb leaves out what would find it
-        with open(folder / ".metadata", "wb") as file:
-            pickle.dump({"state_dict_metadata": Bomb()}, file)
+        write_metadata(folder, {"state_dict_metadata": Bomb()})
 
     os.chdir(tmp_path)
     refused(rank, tmp_path, damage, r"\.metadata asks for (posix|os)\.system")
@@ -165,36 +141,35 @@ def test_a_bomb_in_an_object_is_not_touched_off(rank, tmp_path):
     assert files_of(tmp_path) == before
 
 
+def cut_off(folder: Path) -> None:
+    info = metadata_of(folder).storage_data[MetadataIndex("model.0.weight", torch.Size((0, 0)))]
+    os.truncate(folder / info.relative_path, info.offset + info.length // 2)
+
+
+def without_a_part(folder: Path) -> None:
+    """Nothing would be read to its place, which would keep what memory held."""
+    metadata = metadata_of(folder)
+    metadata.state_dict_metadata["model.0.weight"].chunks.pop()
+    write_metadata(folder, metadata)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut_off, r"distcp is damaged or missing: model\.0\.weight"),
+        (without_a_part, r"model\.0\.weight is not complete"),
+    ],
+)
 @ranks(2)
-def test_a_cut_off_checkpoint_of_torchs(rank, tmp_path):
+def test_damage_to_a_checkpoint_of_torchs(damage, said, rank, tmp_path):
     """It has no checksums that torch would look at, so that a flipped bit can't be found."""
     dcp.save({"model": wide().state_dict()}, checkpoint_id=tmp_path / "c")
     if rank == 0:
-        with open(tmp_path / "c" / ".metadata", "rb") as file:
-            metadata = load_metadata(file, "")
-        info = metadata.storage_data[MetadataIndex("model.0.weight", torch.Size((0, 0)))]
-        os.truncate(tmp_path / "c" / info.relative_path, info.offset + info.length // 2)
+        damage(tmp_path / "c")
     dist.barrier()
     _model, engine, _ = build(model=wide)
     before = whole(engine)
-    with pytest.raises(CheckpointError, match=r"distcp is damaged or missing: model\.0\.weight"):
-        load(engine, tmp_path / "c")
-    same(whole(engine), before)
-
-
-@ranks(2)
-def test_a_part_that_torchs_metadata_lacks(rank, tmp_path):
-    """Nothing would be read to its place, which would keep what memory held."""
-    dcp.save({"model": wide().state_dict()}, checkpoint_id=tmp_path / "c")
-    if rank == 0:
-        path = tmp_path / "c" / ".metadata"
-        metadata = pickle.loads(path.read_bytes())
-        metadata.state_dict_metadata["model.0.weight"].chunks.pop()
-        path.write_bytes(pickle.dumps(metadata))
-    dist.barrier()
-    _model, engine, _ = build(model=wide)
-    before = whole(engine)
-    with pytest.raises(CheckpointError, match=r"model\.0\.weight is not complete"):
+    with pytest.raises(CheckpointError, match=said):
         load(engine, tmp_path / "c")
     same(whole(engine), before)
 
@@ -226,36 +201,44 @@ class Other(Net):
 def test_everything_that_does_not_fit_is_listed(rank, tmp_path):
     model, engine, optimizer = build(model=Net)
     train(model, optimizer, rank, range(1))
-    save(engine, tmp_path / "c", optimizer)
+    engine.save(tmp_path / "c", optimizer)
+    engine.save_full(tmp_path / "c.pt", optimizer)
     _again, other, second = build(seed=1, model=Other)
     before = whole(other, second)
-    with pytest.raises(StateDictError) as caught:
-        load(other, tmp_path / "c", second)
-    lines = str(caught.value).splitlines()
-    assert "more.weight" in lines[1] and "more.bias" in lines[1] and lines[1].strip().startswith("missing")
-    assert "frozen" in lines[2] and lines[2].strip().startswith("unexpected")
-    for text in (
-        "size mismatch for head.weight",
-        "size mismatch for head.bias",
-        "optimizer: head.bias: exp_avg has shape",
-    ):
-        assert text in str(caught.value), str(caught.value)
-    same(whole(other, second), before)
+    for file in ("c", "c.pt"):
+        with pytest.raises(StateDictError) as caught:
+            load(other, tmp_path / file, second)
+        lines = str(caught.value).splitlines()
+        assert "more.weight" in lines[1] and "more.bias" in lines[1] and lines[1].strip().startswith("missing")
+        assert "frozen" in lines[2] and lines[2].strip().startswith("unexpected")
+        # State in a file is by number, and goes to the parameter of that number.
+        given = "head.bias" if file == "c" else "more.bias"
+        for text in (
+            "size mismatch for head.weight",
+            "size mismatch for head.bias",
+            f"optimizer: {given}: exp_avg has shape",
+        ):
+            assert text in str(caught.value), str(caught.value)
+        same(whole(other, second), before)
 
 
 @ranks(2)
 def test_another_optimizer(rank, tmp_path):
     model, engine, optimizer = build(model=Net)
     train(model, optimizer, rank, range(1))
-    save(engine, tmp_path / "c")
+    engine.save(tmp_path / "model")
+    engine.save(tmp_path / "c", optimizer)
+    engine.save_full(tmp_path / "c.pt", optimizer)
     with pytest.raises(StateDictError, match="missing: optimizer"):
-        load(engine, tmp_path / "c", optimizer)
-    save(engine, tmp_path / "c", optimizer)
+        load(engine, tmp_path / "model", optimizer)
     one = torch.optim.AdamW(model.parameters())
-    with pytest.raises(StateDictError, match="2 parameter groups where the optimizer has 1"):
-        load(engine, tmp_path / "c", one)
-    assert not one.state
-    load(engine, tmp_path / "c")
+    for file in ("c", "c.pt"):
+        with pytest.raises(StateDictError, match="2 parameter groups where the optimizer has 1"):
+            load(engine, tmp_path / file, one)
+        assert not one.state
+        load(engine, tmp_path / file)
+    with pytest.raises(StateDictError, match="no such optimizer state"):
+        load(engine, tmp_path / "c.pt", {"one": optimizer})
 
 
 @ranks(2)
@@ -305,17 +288,11 @@ def test_a_path_that_the_ranks_do_not_share_is_found_before_writing(rank, tmp_pa
 
 @ranks(2)
 def test_a_full_disk(rank, tmp_path):
-    """Played by a limit on the size of files, on one rank; the checkpoint of before stays."""
+    """On one rank; the checkpoint of before stays."""
     _model, engine, optimizer = build(model=wide)
     save(engine, tmp_path / "c", optimizer)
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
-    try:
+    with full_disk(100_000) if rank == 1 else contextlib.nullcontext():
         not_saved(rank, tmp_path / "c", r"File too large: '.*__1_0\.distcp'")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
     assert files_of(tmp_path) == ["c"]
     before = whole(engine, optimizer)
     load(engine, tmp_path / "c", optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -11,46 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.checkpoint.helpers import build, load, same, save, train, whole
-from tests.compat.harness import MLP, batch, plain_backward
-from tests.optim.helpers import Odd
-from tests.optim.matrix_optimizers import MAKE, maker
-from tests.support.marks import exhaustive, quick
+from tests.checkpoint.helpers import alone, build, comes_back, load, same, save, train, whole
+from tests.compat.harness import MLP, Pair, batch, plain_backward
+from tests.support.marks import exhaustive
 from tests.support.odd_model import Net
-from tests.support.ranks import ranks, run
+from tests.support.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError, DivergenceError, StateDictError
 
-
-def double() -> nn.Module:
-    return Odd().double()
-
-
-def whole_matrices(rank: int, world_size: int, name: str, path: str, saving: bool) -> None:
-    model, engine, optimizer = build(seed=0 if saving else 1, make=maker(name), model=double, unit_bytes=300)
-    for step in range(2):
-        model.zero_grad()
-        plain_backward(model, batch(rank, step))
-        optimizer.step()
-    if saving:
-        save(engine, path, optimizer)
-        expected = whole(engine, optimizer)
-        if rank == 0:
-            torch.save(expected, path + ".expected")
-    else:
-        load(engine, path, optimizer)
-        same(whole(engine, optimizer), torch.load(path + ".expected", weights_only=True))
-        model.zero_grad()
-        plain_backward(model, batch(rank, 2))
-        optimizer.step()
-    engine.close()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
-@pytest.mark.parametrize(("first", "second"), [(2, 3), *exhaustive((3, 2), (2, 1), (1, 2))])
-def test_state_of_whole_matrices_goes_to_whoever_owns_it(name, first, second, tmp_path):
-    run(first, whole_matrices, name, str(tmp_path / "c"), True)
-    run(second, whole_matrices, name, str(tmp_path / "c"), False)
+FORMS = {
+    "sharded": torch_shard.Engine.save,
+    "full": functools.partial(torch_shard.Engine.save_full, format="torch"),
+}
 
 
 def two(model: nn.Module) -> dict[str, Any]:
@@ -59,23 +31,18 @@ def two(model: nn.Module) -> dict[str, Any]:
     return {"inner": torch.optim.SGD(blocks, lr=0.1, momentum=0.9), "outer": torch.optim.AdamW(rest, lr=0.01)}
 
 
-@pytest.mark.parametrize("named", [True, *exhaustive(False)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("named", [True, False])
 @ranks(2)
-def test_several_optimizers(named, rank, tmp_path):
-    states = []
-    for seed in (0, 1):
-        model, engine, optimizers = build(seed=seed, make=two, model=Net)
-        given = optimizers if named else list(optimizers.values())
-        for _ in range(2):
-            model(torch.arange(6).view(2, 3) + rank).pow(2).mean().backward()
-            for optimizer in optimizers.values():
-                optimizer.step()
-        if seed == 0:
-            save(engine, tmp_path / "c", given)
-        else:
-            load(engine, tmp_path / "c", given)
-        states.append([whole(engine, o) for o in optimizers.values()])
-    same(states[1], states[0])
+def test_several_optimizers(named, form, rank, tmp_path):
+    model, engine, optimizers = build(make=two, model=Net)
+    model(torch.arange(6).view(2, 3) + rank).pow(2).mean().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    FORMS[form](engine, tmp_path / "c", optimizers if named else list(optimizers.values()))
+    _again, other, seconds = build(seed=1, make=two, model=Net)
+    load(other, tmp_path / "c", seconds if named else list(seconds.values()))
+    same([whole(other, o) for o in seconds.values()], [whole(engine, o) for o in optimizers.values()])
 
 
 @ranks(2)
@@ -143,7 +110,9 @@ class Keeper(torch.optim.Optimizer):
                 own["scalar"] = torch.tensor(3.0)
                 own["words"] = ("a", None, True)
                 own["nested"] = {"inner": torch.arange(3), "none": {}}
-                own["empty"] = []
+                own["empty"], own["none"] = [], {}
+                own["parts"] = [{}, torch.ones(2), {"a": {}}]
+                own["by number"] = {0: torch.zeros(3), 1: [], "name": "x"}
                 p.sub_(p.grad, alpha=0.01)
 
 
@@ -151,6 +120,7 @@ class Keeper(torch.optim.Optimizer):
 def test_state_of_every_kind(rank, tmp_path):
     model, engine, optimizer = build(model=Net, make=lambda m: Keeper(m.parameters()))
     train(model, optimizer, rank, range(2))
+    optimizer.param_groups[0]["schedule"] = {0: "a", "nested": {}}
     save(engine, tmp_path / "c", optimizer)
     again, other, second = build(seed=1, model=Net, make=lambda m: Keeper(m.parameters()))
     load(other, tmp_path / "c", second)
@@ -163,16 +133,15 @@ def halved() -> nn.Module:
     return Net().bfloat16()
 
 
+@pytest.mark.parametrize("form", FORMS)
 @ranks(2)
-def test_another_dtype_where_it_is_asked_for(rank, tmp_path):
+def test_another_dtype_where_it_is_asked_for(form, rank, tmp_path):
     model, engine, optimizer = build(model=Net)
     train(model, optimizer, rank, range(1))
-    save(engine, tmp_path / "c", optimizer)
+    FORMS[form](engine, tmp_path / "c", optimizer)
     _again, other, second = build(seed=1, model=halved)
     before = whole(other, second)
-    with pytest.raises(
-        StateDictError, match=r"blocks\.0\.0\.weight is torch\.float32 in the checkpoint and torch\.bfloat16"
-    ):
+    with pytest.raises(StateDictError, match=r"blocks\.0\.0\.weight is torch\.float32 in the .* and torch\.bfloat16"):
         load(other, tmp_path / "c", second)
     with pytest.raises(StateDictError, match=r"scale is torch\.float32"):
         load(other, tmp_path / "c", second, dtype=torch.float16)
@@ -210,14 +179,13 @@ def test_buffers_are_those_of_rank_0(rank, tmp_path):
     assert again.norm.running_mean.tolist() == [1.0] * 7
 
 
+@pytest.mark.parametrize("form", FORMS)
 @ranks(2)
-def test_parameters_that_are_not_sharded_are_kept(rank, tmp_path):
+def test_parameters_that_are_not_sharded_are_kept(form, rank, tmp_path):
     model, engine, optimizer = build(ignore=["net.head.bias"])
     train(model, optimizer, 0, range(2))
-    save(engine, tmp_path / "c", optimizer)
-    _again, other, second = build(seed=1, ignore=["net.conv.weight"])
-    load(other, tmp_path / "c", second)
-    same(whole(other, second), whole(engine, optimizer))
+    FORMS[form](engine, tmp_path / "c", optimizer)
+    comes_back(tmp_path / "c", engine, optimizer, ignore=["net.conv.weight"])
 
 
 @ranks(2)
@@ -227,13 +195,11 @@ def test_tied_parameters_are_written_once(rank, tmp_path):
         model[1].weight = model[0].weight
         return model
 
-    _model, engine, _ = build(model=tied, make=lambda m: None)
+    _model, engine = alone(tied)
     save(engine, tmp_path / "c")
     size = (tmp_path / "c" / f"__{rank}_0.distcp").stat().st_size
     assert 64 * 64 * 4 / 2 < size < 64 * 64 * 4 * 0.7
-    _again, other, _ = build(seed=1, model=tied, make=lambda m: None)
-    load(other, tmp_path / "c")
-    same(whole(other), whole(engine))
+    comes_back(tmp_path / "c", engine, model=tied)
 
 
 @pytest.mark.parametrize(
@@ -256,15 +222,17 @@ class Own:
     pass
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @ranks(2)
-def test_extra_that_would_not_be_loaded_is_refused_when_saving(rank, tmp_path):
+def test_extra_that_would_not_be_loaded_is_refused_when_saving(asynchronous, rank, tmp_path):
     model, engine, optimizer = build()
     with pytest.raises(CheckpointError, match=r"extra.*Own"):
-        save(engine, tmp_path / "c", optimizer, extra={"config": Own()})
+        save(engine, tmp_path / "c", optimizer, extra={"config": Own()}, asynchronous=asynchronous)
     dist.barrier()  # rank 0 tidies up
     assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=r"extra.*net\.embed\.weight"):
-        save(engine, tmp_path / "c", extra=[model.net.embed.weight])
+        save(engine, tmp_path / "c", extra=[model.net.embed.weight], asynchronous=asynchronous)
+    engine.finish_saving()
     save(engine, tmp_path / "c", optimizer)
 
 
@@ -280,6 +248,23 @@ def test_the_manifest_says_what_the_checkpoint_is(rank, tmp_path):
     assert rows["frozen"] == {"name": "frozen", "shape": [3], "dtype": "float32", "trainable": False}
     files = {p.name: p.stat().st_size for p in (tmp_path / "c").iterdir() if p.name != "manifest.json"}
     assert files == {name: record["size"] for name, record in found["files"].items()}
+
+
+@ranks(2)
+def test_what_is_loaded_inside_inference_mode_trains_on(rank, world_size, tmp_path):
+    """As evaluation hooks load."""
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01))
+    pair.step(plain_backward, batch(rank, 0))
+    pair.engine.save(tmp_path / "saved", pair.optimizer)
+    with torch.no_grad():
+        for p in pair.model.parameters():
+            p.zero_()
+            pair.optimizer.state[p]["exp_avg"].zero_()
+    with torch.inference_mode():
+        pair.engine.load(tmp_path / "saved", pair.optimizer)
+    for step in (1, 2):
+        pair.step(plain_backward, batch(rank, step))
+    pair.check()
 
 
 @ranks(2)

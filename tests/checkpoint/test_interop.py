@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +16,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.checkpoint.helpers import build, load, same, save, whole
+from tests.checkpoint.helpers import adamw, build, load, same, save, whole
 from tests.compat.harness import MLP, batch, plain_backward
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
-
-
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.ndim < 2], "lr": 0.02},
-    ]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups(model), lr=0.01)
 
 
 def double() -> nn.Module:
@@ -63,6 +52,35 @@ def by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": values, "optimizer": state}
 
 
+def saved_as(form: str, rank: int, path: Path) -> tuple[nn.Module, Any]:
+    """Train a model as others do, save it in the form that they have it in, and return it and its optimizer.
+
+    DDP has its wrapper's prefix, and numbers for names; torchtitan the model at the top, the optimizer's state flattened, and
+    settings by parameter; torch's recipe an application's state.
+    """
+    model, optimizer = plain()
+    if form.startswith("fsdp2"):
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = adamw(model)
+        wrapped = model
+    else:
+        wrapped = DistributedDataParallel(model)
+    train(wrapped, optimizer, rank)
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "titan")
+    values, state = get_state_dict(model, optimizer, options=options)
+    contents = {
+        "fsdp2": {"model": values, "optimizer": state},
+        "fsdp2 optim": {"model": values, "optim": state},
+        "ddp": {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()},
+        "titan": {**values, "optimizer": state, "train_state": {"step": 2}},
+        "app": {"app": {"model": values, "optim": state}},
+    }
+    dcp.save(contents[form], checkpoint_id=path)
+    return model, optimizer
+
+
 @ranks(2)
 def test_dcp_to_torch_save_makes_a_plain_file(rank, tmp_path):
     model, engine, optimizer = trained(rank)
@@ -79,6 +97,16 @@ def test_dcp_to_torch_save_makes_a_plain_file(rank, tmp_path):
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
         assert set(names) == set(found["optimizer"]["state"])
     dist.barrier()
+
+
+@pytest.mark.parametrize("form", ["ddp", "titan", "app", "fsdp2 optim", *exhaustive("fsdp2")])
+@ranks(2)
+def test_what_others_have_saved_loads(form, rank, tmp_path):
+    other, second = saved_as(form, rank, tmp_path / "c")
+    model, engine, optimizer = build(seed=2, make=adamw, model=double)
+    load(engine, tmp_path / "c", optimizer)
+    same(whole(engine, optimizer), by_name(other, second))
+    train(model, optimizer, rank, range(2, 3))
 
 
 @pytest.mark.parametrize("kind", [*exhaustive("unsharded"), "fsdp2"])
@@ -98,57 +126,13 @@ def test_torch_loads_ours(kind, rank, tmp_path):
     same(by_name(other, second), whole(engine, optimizer))
 
 
-@pytest.mark.parametrize("key", [*exhaustive("optimizer"), "optim"])
 @ranks(2)
-def test_what_fsdp2_has_saved_loads(key, rank, tmp_path):
-    other, _ = plain()
-    for block in other.blocks:
-        fully_shard(block)
-    fully_shard(other)
-    second = adamw(other)
-    train(other, second, rank)
-    values, state = get_state_dict(other, second)
-    dcp.save({"model": values, key: state}, checkpoint_id=tmp_path / "c")
-    model, engine, optimizer = build(seed=2, make=adamw, model=double)
-    assert load(engine, tmp_path / "c", optimizer) is None
-    same(whole(engine, optimizer), by_name(other, second))
-    train(model, optimizer, rank, range(2, 3))
-
-
-@ranks(2)
-def test_what_ddp_has_saved_loads(rank, tmp_path):
-    """As plain state dicts: with the wrapper's prefix, and numbers for names."""
-    inner, second = plain()
-    other = DistributedDataParallel(inner)
-    train(other, second, rank)
-    dcp.save({"model": other.state_dict(), "optimizer": second.state_dict()}, checkpoint_id=tmp_path / "c")
-    _, engine, optimizer = build(seed=2, make=adamw, model=double)
-    load(engine, tmp_path / "c", optimizer)
-    same(whole(engine, optimizer), by_name(inner, second))
-
-
-@ranks(2)
-def test_the_form_of_torchtitan_loads(rank, tmp_path):
-    """The model at the top, the optimizer's state flattened, settings by parameter."""
-    other, second = plain()
-    train(other, second, 0)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    values, state = get_state_dict(other, second, options=options)
-    dcp.save({**values, "optimizer": state, "train_state": {"step": 2}}, checkpoint_id=tmp_path / "c")
-    _, engine, optimizer = build(seed=2, make=adamw, model=double)
-    load(engine, tmp_path / "c", optimizer)
-    same(whole(engine, optimizer), by_name(other, second))
-
-
-@ranks(2)
-def test_an_application_state_of_torchs_recipe_loads(rank, tmp_path):
-    other, second = plain()
-    train(other, second, 0)
-    values, state = get_state_dict(other, second)
-    dcp.save({"app": {"model": values, "optim": state}}, checkpoint_id=tmp_path / "c")
-    _, engine, optimizer = build(seed=2, make=adamw, model=double)
-    load(engine, tmp_path / "c", optimizer)
-    same(whole(engine, optimizer), by_name(other, second))
+def test_dcp_itself_loads_ours_into_shard_tensors(rank, tmp_path):
+    _model, engine, optimizer = trained(rank)
+    save(engine, tmp_path / "c", optimizer)
+    model, other, _ = build(seed=2, model=double, make=adamw)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "c")
+    same(whole(other), whole(engine))
 
 
 @ranks(2)
@@ -164,12 +148,3 @@ def test_state_dicts_given_to_dcp_itself(rank, tmp_path):
     dcp.load(into, checkpoint_id=tmp_path / "c")
     second.load_state_dict(into["optimizer"])
     same(whole(other, second), expected)
-
-
-@ranks(2)
-def test_dcp_itself_loads_ours_into_shard_tensors(rank, tmp_path):
-    _model, engine, optimizer = trained(rank)
-    save(engine, tmp_path / "c", optimizer)
-    model, other, _ = build(seed=2, model=double, make=adamw)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "c")
-    same(whole(other), whole(engine))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.checkpoint.helpers import build, files_of, same, whole
+from tests.checkpoint.helpers import alone, comes_back, files_of, same, whole
 from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.format.safetensors import SafetensorsWriter, size_of
@@ -23,18 +23,13 @@ from torch_shard.errors import CheckpointError, ConfigError, UnavailableError
 safetensors = pytest.importorskip("safetensors.torch")
 
 
-def net(seed: int = 0) -> tuple[nn.Module, torch_shard.Engine]:
-    model, engine, _ = build(seed=seed, model=Net, make=lambda m: None)
-    return model, engine
-
-
 @ranks(2, exhaustive=(3,))
 def test_a_model_in_one_file_or_many_comes_back(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     expected = whole(engine)["model"]
     for path, size in (("one.safetensors", "5GB"), ("folder", "5GB"), ("many", 300)):
         engine.save_full(tmp_path / path, max_shard_size=size)
-        _again, other = net(1)
+        _again, other = alone(seed=1)
         other.load(tmp_path / path)
         same(whole(other)["model"], expected)
         other.close()
@@ -56,7 +51,7 @@ def test_a_model_in_one_file_or_many_comes_back(rank, tmp_path):
 
 @ranks(2)
 def test_tied_weights_are_stored_once_and_load_model_takes_them(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     engine.save_full(tmp_path / "c.safetensors")
     with safetensors.safe_open(tmp_path / "c.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
@@ -72,13 +67,11 @@ class Chosen(Net):
 
 @ranks(2)
 def test_the_model_says_which_of_tied_names_is_kept(rank, tmp_path):
-    _model, engine, _ = build(model=Chosen, make=lambda m: None)
+    _model, engine = alone(Chosen)
     engine.save_full(tmp_path / "c.safetensors")
     found = open_full(tmp_path / "c.safetensors")
     assert found.tied == {"embed.weight": "head.weight"} and "embed.weight" not in found.values
-    _again, other, _ = build(seed=1, model=Chosen, make=lambda m: None)
-    other.load(tmp_path / "c.safetensors")
-    same(whole(other), whole(engine))
+    comes_back(tmp_path / "c.safetensors", engine, model=Chosen)
 
 
 @ranks(2)
@@ -88,7 +81,7 @@ def test_a_file_of_save_model_is_loaded(rank, tmp_path):
     if rank == 0:
         safetensors.save_model(plain, str(tmp_path / "c.safetensors"))
     dist.barrier()
-    _model, engine = net()
+    _model, engine = alone()
     engine.load(tmp_path / "c.safetensors")
     same(whole(engine)["model"], dict(plain.state_dict()))
 
@@ -128,7 +121,7 @@ def test_from_pretrained_loads_it(rank, tmp_path):
 
 @ranks(2)
 def test_shards_that_are_missing_or_cut_are_named_with_their_parameters(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     before = whole(engine)
     engine.save_full(tmp_path / "c", max_shard_size=300)
     index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -150,7 +143,7 @@ def test_shards_that_are_missing_or_cut_are_named_with_their_parameters(rank, tm
 
 @ranks(2)
 def test_the_name_decides_the_format(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     if rank == 0:
         (tmp_path / "there.pt").mkdir()
     dist.barrier()
@@ -174,7 +167,7 @@ def test_the_name_decides_the_format(rank, tmp_path):
 
 @ranks(2)
 def test_a_directory_keeps_its_other_files_and_loses_old_shards(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     folder = tmp_path / "c"
     engine.save_full(folder, max_shard_size=300)
     if rank == 0:
@@ -189,7 +182,7 @@ def test_a_directory_keeps_its_other_files_and_loses_old_shards(rank, tmp_path):
 
 @ranks(2)
 def test_directories_that_would_lose_something_are_refused(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     engine.save(tmp_path / "sharded")
     if rank == 0:
         for name in ("below/deeper", "torch"):
@@ -227,7 +220,7 @@ def test_a_dtype_that_the_format_lacks_is_named(rank, tmp_path):
 
 @ranks(2)
 def test_without_the_library_the_error_says_what_to_install(rank, tmp_path):
-    _model, engine = net()
+    _model, engine = alone()
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "safetensors"}
     sys.modules["safetensors"] = None  # type: ignore[assignment]
     try:
@@ -257,21 +250,6 @@ def test_a_tensor_that_is_too_large_has_a_file_for_itself(tmp_path):
 def test_a_model_without_entries_is_a_file_without_entries(tmp_path):
     SafetensorsWriter(tmp_path, {}).finish()
     assert open_full(tmp_path).values == {}
-
-
-def test_entries_come_in_their_turn_and_all_of_them(tmp_path):
-    shape = torch.Size((2,))
-    entries = {"a": (shape, torch.float32), "b": (shape, torch.float32)}
-    writer = SafetensorsWriter(tmp_path, entries, max_shard_size=8)
-    with pytest.raises(ConfigError, match="b comes out of turn"):
-        writer.write("b", torch.ones(2))
-    with pytest.raises(ConfigError, match=r"a .* another shape"):
-        writer.write("a", torch.ones(3))
-    writer.write("a", torch.ones(2))
-    with pytest.raises(ConfigError, match="a comes out of turn"):
-        writer.write("a", torch.ones(2))
-    with pytest.raises(ConfigError, match="b was not written"):
-        writer.finish()
 
 
 def test_an_index_leads_to_no_other_folder(tmp_path):

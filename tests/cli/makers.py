@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import torch_shard
 from tests.checkpoint import helpers
-from tests.checkpoint.test_interop import by_name, plain, train, trained
+from tests.checkpoint.test_interop import by_name, saved_as, trained
 from torch_shard.checkpoint import save
 
 RANKS = 2
@@ -45,37 +42,16 @@ def make_all(rank: int, world_size: int, folder: Path, lightning: dict[str, Any]
 
 def _foreign(rank: int, folder: Path) -> None:
     """As FSDP2, DDP, torchtitan and torch's own recipe save, and what all of them hold."""
-    sharded, second = plain()
-    for block in sharded.blocks:
-        fully_shard(block)
-    fully_shard(sharded)
-    second = torch.optim.AdamW(
-        [{"params": [p for p in sharded.parameters() if p.ndim >= 2], "weight_decay": 0.1}, _small(sharded)], lr=0.01
-    )
-    train(sharded, second, rank)
-    values, state = get_state_dict(sharded, second)
-    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder / "fsdp2")
-    expected = by_name(sharded, second)
+    expected = by_name(*saved_as("fsdp2", rank, folder / "fsdp2"))
+    for form in ("titan", "app", "ddp"):
+        model, optimizer = saved_as(form, rank, folder / form)
     if rank == 0:
         torch.save(expected, folder / "fsdp2.expected")
-    model, optimizer = plain()
-    wrapped = DistributedDataParallel(model)
-    train(wrapped, optimizer, rank)
-    dcp.save({"model": wrapped.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / "ddp")
-    values, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    dcp.save({**values, "optimizer": state, "train_state": {"step": 2}}, checkpoint_id=folder / "titan")
-    values, state = get_state_dict(model, optimizer)
-    dcp.save({"app": {"model": values, "optim": state}}, checkpoint_id=folder / "app")
-    if rank == 0:
         plainly = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(plainly, folder / "ddp.expected")
         torch.save({**plainly, "epoch": 7}, folder / "plain.pt")
         torch.save(model.state_dict(), folder / "state.pt")
     dist.barrier()
-
-
-def _small(model: nn.Module) -> dict[str, Any]:
-    return {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.02}
 
 
 def _several(rank: int, folder: Path) -> None:

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import re
-import resource
-import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.checkpoint.helpers import Model, adamw, build, files_of, load, loads, same, whole
-from tests.checkpoint.test_bad_files import flip, values_of
-from tests.checkpoint.test_interop import adamw as adamw_of_mlp
+from tests.checkpoint.test_bad_files import values_of
 from tests.checkpoint.test_interop import double, plain
 from tests.cli.makers import fit, lightning_net
 from tests.lightning.support import loader, single
+from tests.support.damage import flip, full_disk
 from tests.support.marks import exhaustive
+from tests.support.odd_model import batch
+from tests.support.optimizer_state import by_name
 from tests.support.ranks import run
+from torch_shard.checkpoint import save
+from torch_shard.cli import main
 
 
 def loaded(path: Path) -> Any:
     return torch.load(path, weights_only=True)
-
-
-def by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a plain optimizer."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {names[id(p)]: dict(own) for p, own in optimizer.state.items()}
 
 
 # -- to a torch file --------------------------------------------------------------------------------------------------
@@ -47,7 +45,7 @@ def test_a_sharded_checkpoint_becomes_a_file_that_plain_torch_loads(made, tmp_pa
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
     state = {name: own for name, own in expected["optimizer"]["state"].items() if own}
-    same(by_name(model, optimizer), state)
+    same(by_name(model, optimizer)["state"], state)
     plain_groups = optimizer.state_dict()["param_groups"]
     assert [g["params"] for g in plain_groups] == [g["params"] for g in found["optimizer"]["param_groups"]]
     assert [g["lr"] for g in plain_groups] == [0.01, 0.02] and plain_groups[0]["weight_decay"] == 0.1
@@ -103,12 +101,12 @@ def test_what_others_have_saved(kind, made, tmp_path, cli):
     model.load_state_dict(values)
     optimizer.load_state_dict(found["optimizer"])
     if kind == "fsdp2":
-        same(by_name(model, optimizer), expected["optimizer"]["state"])
+        same(by_name(model, optimizer)["state"], expected["optimizer"]["state"])
         return
     again, other = plain()
     again.load_state_dict(values)
     other.load_state_dict(expected["optimizer"])
-    same(by_name(model, optimizer), by_name(again, other))
+    same(by_name(model, optimizer)["state"], by_name(again, other)["state"])
 
 
 # -- Lightning --------------------------------------------------------------------------------------------------------
@@ -191,7 +189,7 @@ def test_engine_load_takes_a_converted_checkpoint(source, made, tmp_path, cli):
 
 
 def _loads_foreign(rank: int, world_size: int, path: str, expected: str) -> None:
-    _, engine, optimizer = build(seed=2, make=adamw_of_mlp, model=double)
+    _, engine, optimizer = build(seed=2, make=adamw, model=double)
     extra = load(engine, path, optimizer)
     model, other = plain()
     values = torch.load(expected, weights_only=True)
@@ -200,7 +198,7 @@ def _loads_foreign(rank: int, world_size: int, path: str, expected: str) -> None
     found = whole(engine, optimizer)
     same(found["model"], dict(model.state_dict()))
     state = {name: own for name, own in found["optimizer"]["state"].items() if own}
-    same(state, by_name(model, other))
+    same(state, by_name(model, other)["state"])
     assert extra == (
         {"epoch": 7} if path.endswith("plain") else {"train_state": {"step": 2}} if path.endswith("titan") else None
     )
@@ -264,6 +262,59 @@ def test_a_model_of_another_name_is_kept_but_not_taken_for_one(tmp_path, cli):
         assert "no model" in cli("convert", tmp_path / "a.pt", tmp_path / "c", *arguments, expected=2)
 
 
+# -- optimizers that are given as a list ---------------------------------------------------------------------------------
+
+
+def _two(model: nn.Module) -> list[Any]:
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
+    vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+    groups = [{"params": vectors[:1], "lr": 0.1}, {"params": vectors[1:]}]
+    return [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(groups, lr=0.01)]
+
+
+def _there_and_back(rank: int, world_size: int, folder: Path) -> None:
+    model, engine, several = build(make=_two)
+    model(batch(0)).pow(2).mean().backward()  # the same on all ranks: buffers are one rank's own
+    for optimizer in several:
+        optimizer.step()
+    expected = [whole(engine, own) for own in several]
+    save(engine, folder / "ours", several)
+    dist.barrier()
+    if rank == 0:
+        state = {"model": expected[0]["model"], "optimizer": [_numbered(own["optimizer"]) for own in expected]}
+        torch.save(state, folder / "list.pt")
+        for source, target, form in (
+            ("ours", "merged.pt", "torch"),
+            ("list.pt", "list2.pt", "torch"),
+            ("list.pt", "sharded", "sharded"),
+            ("sharded", "merged2.pt", "torch"),
+        ):
+            assert main(["convert", str(folder / source), str(folder / target), "--to", form]) == 0
+        assert type(torch.load(folder / "list2.pt", weights_only=True)["optimizer"]) is list
+        assert main(["diff", str(folder / "ours"), str(folder / "list.pt")]) == 0
+    dist.barrier()
+    engine.close()
+    for name in ("ours", "merged.pt", "list.pt", "list2.pt", "sharded", "merged2.pt"):
+        _model, engine, several = build(seed=1, make=_two)  # the engine does not hold it
+        load(engine, folder / name, several)
+        same([whole(engine, own) for own in several], expected, name)
+        engine.close()
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """As optimizer.state_dict() of an unsharded model has it."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": [numbers.setdefault(name, len(numbers)) for name in group["params"]]})
+    return {"state": {numbers[name]: own for name, own in state["state"].items()}, "param_groups": groups}
+
+
+@pytest.mark.exhaustive
+def test_a_list_of_optimizers_goes_to_every_format_and_back(tmp_path):
+    run(2, _there_and_back, tmp_path)
+
+
 # -- whole or not there -----------------------------------------------------------------------------------------------
 
 
@@ -283,17 +334,12 @@ def test_what_is_there_is_not_replaced_unasked(made, tmp_path, cli):
 
 @pytest.mark.parametrize("form", ["torch", "sharded", "safetensors"])
 def test_a_full_disk_leaves_nothing(form, made, tmp_path, cli):
-    """Played by a limit on the size of files; what was there before stays."""
+    """What was there before stays."""
     target = tmp_path / ("x.safetensors" if form == "safetensors" else "x")
     cli("convert", made / "fsdp2", target, "--to", form)
     before = files_of(tmp_path)
-    old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, old[1]))
-    try:
+    with full_disk(1_000_000):
         error = cli("convert", made / "wide", target, "--to", form, "--overwrite", expected=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
     assert "File too large" in error or "Errno 27" in error or "os error 27" in error
     assert files_of(tmp_path) == before
     cli("diff", made / "fsdp2", target, "--model-only")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 
@@ -16,28 +15,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import torch_shard
 from tests.checkpoint.helpers import bits, files_of
-from tests.checkpoint.test_bad_files import flip, of_version, values_of
+from tests.checkpoint.test_bad_files import of_version, values_of
+from tests.support.damage import Bomb, flip, metadata_of, rezipped, write_metadata
 from torch_shard.checkpoint.format.chunks import covers
-from torch_shard.checkpoint.format.dcp_metadata import load_metadata
 from torch_shard.checkpoint.format.manifest import read_manifest
 
+OF_OURS = ["ours", "wide", "several", "ours_lightning"]
+OF_OTHERS = ["fsdp2", "ddp", "titan", "app", "lightning", "plain.pt", "trainer.ckpt"]
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "ours",
-        "wide",
-        "several",
-        "ours_lightning",
-        "fsdp2",
-        "ddp",
-        "titan",
-        "app",
-        "lightning",
-        "plain.pt",
-        "trainer.ckpt",
-    ],
-)
+
+@pytest.mark.parametrize("kind", [*OF_OURS, *OF_OTHERS])
 def test_what_is_good_is_good(kind, made, cli):
     found = cli("verify", made / kind, "--json")
     assert found["good"] is True and found["problems"] == [] and found["bytes"] > 0
@@ -61,32 +48,28 @@ def test_what_a_hook_leaves_out_or_converts_is_not_lost(tmp_path, cli):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.net.head.bias", "model.norm.running_mean", "optimizer.state.net.scale.exp_avg", "extra"]
+    "names",
+    [
+        ["model.net.head.bias"],
+        ["model.norm.running_mean"],
+        ["optimizer.state.net.scale.exp_avg"],
+        ["model.net.conv.weight", "model.norm.bias", "extra"],
+    ],
 )
-def test_a_flipped_bit_in_ours(name, copied, cli):
+def test_all_flipped_bits_in_ours_are_listed(names, copied, cli):
     folder = copied("ours")
-    file, position = values_of(folder, name)
-    flip(folder / file, position)
-    found = cli("verify", folder, "--json", expected=1)
-    assert found["good"] is False
-    (problem,) = found["problems"]
-    assert problem["file"] == file and name in problem["entries"]
-    out = cli("verify", folder, expected=1)
-    assert f"{folder} is damaged:\n  {file}: bytes [" in out and name in out
-
-
-def test_all_damage_is_listed(copied, cli):
-    folder = copied("ours")
-    for name in ("model.net.conv.weight", "model.norm.bias", "extra"):
+    files = []
+    for name in names:
         file, position = values_of(folder, name)
         flip(folder / file, position)
-    found = cli("verify", folder, "--json", expected=1)["problems"]
-    assert {name for problem in found for name in problem["entries"]} >= {
-        "model.net.conv.weight",
-        "model.norm.bias",
-        "extra",
-    }
-    assert len(found) == 3
+        files.append(file)
+    found = cli("verify", folder, "--json", expected=1)
+    assert found["good"] is False and sorted(problem["file"] for problem in found["problems"]) == sorted(files)
+    out = cli("verify", folder, expected=1)
+    assert f"{folder} is damaged:\n" in out
+    for name, file in zip(names, files, strict=True):
+        assert any(name in problem["entries"] for problem in found["problems"])
+        assert f"  {file}: bytes [" in out and name in out
 
 
 def test_files_of_ours_that_are_cut_off_or_missing(copied, cli):
@@ -120,8 +103,7 @@ def test_metadata_of_another_checkpoint(made, copied, cli):
 
 def test_dcps_own_files(copied, cli):
     folder = copied("fsdp2")
-    with open(folder / ".metadata", "rb") as file:
-        metadata = load_metadata(file, "")
+    metadata = metadata_of(folder)
     info = next(own for index, own in metadata.storage_data.items() if index.fqn == "model.head.weight")
     path = folder / info.relative_path
     good = path.read_bytes()
@@ -175,8 +157,6 @@ def test_what_is_no_checkpoint_is_an_error_and_not_damage(tmp_path, cli):
 
 
 def test_a_bomb_in_a_checkpoint_is_not_touched_off(made, copied, tmp_path, cli, monkeypatch):
-    from tests.checkpoint.test_bad_files import Bomb
-
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"w": torch.ones(2)}, "extra": Bomb()}, tmp_path / "bomb.pt")
     assert "could run code" in cli("inspect", "bomb.pt", expected=2)
@@ -212,18 +192,74 @@ def test_parts_make_up_a_tensor_or_do_not(size, boxes, good):
 def test_an_entry_that_the_metadata_lost_is_found(made, copied, tmp_path, cli):
     """In torch's own checkpoints, where nothing but the metadata says what there must be."""
     folder = copied("fsdp2")
-    with open(folder / ".metadata", "rb") as file:
-        metadata = load_metadata(file, "")
+    metadata = metadata_of(folder)
     lost = next(i for i in metadata.storage_data if i.fqn == "model.head.weight")
     del metadata.storage_data[MetadataIndex(lost.fqn, lost.offset)]
-    with open(folder / ".metadata", "wb") as file:
-        pickle.dump(metadata, file)
+    write_metadata(folder, metadata)
     assert "model.head.weight is damaged or lost" in cli("verify", folder, expected=1)
     assert "model.head.weight" in cli("consolidate", folder, tmp_path / "y.pt", expected=2)
     metadata.state_dict_metadata["model.head.weight"].chunks.pop()
-    with open(folder / ".metadata", "wb") as file:
-        pickle.dump(metadata, file)
+    write_metadata(folder, metadata)
     assert "its parts do not make up its shape" in cli("verify", folder, expected=1)
     assert "model.head.weight is not complete" in cli("consolidate", folder, tmp_path / "y.pt", expected=2)
     assert "model.head.weight is not complete" in cli("diff", folder, made / "fsdp2", expected=2)
     assert files_of(tmp_path) == ["fsdp2"]
+
+
+# -- damage that makes readers stumble -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        pytest.param(10, 14, id="of LZMA"),
+        pytest.param(45, 0x7F, id="elsewhere"),
+        pytest.param(28, 0xFF, id="with a longer name"),
+    ],
+)
+def test_a_damaged_directory_of_an_archive(at, value, tmp_path, cli):
+    torch.save({"w": torch.ones(50)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(b"PK\x01\x02") + at] = value
+    (tmp_path / "a.pt").write_bytes(data)
+    found = cli("verify", tmp_path / "a.pt", "--json", expected=1)
+    assert found["problems"][0]["file"] == "a.pt"
+
+
+def _entry(folder, name):
+    metadata = metadata_of(folder)
+    offset = next((i.offset for i in metadata.storage_data if i.fqn == name), None)
+    return metadata.storage_data[MetadataIndex(name, offset)]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fsdp2", "model.head.weight"), ("titan", "train_state.step")])
+def test_an_entry_of_dcp_that_is_no_archive_any_more(kind, name, copied, cli):
+    folder = copied(kind)
+    info = _entry(folder, name)
+    path = folder / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset] ^= 0xFF
+    path.write_bytes(data)
+    (problem,) = cli("verify", folder, "--json", expected=1)["problems"]
+    assert problem["entries"] == [name] and path.name == problem["file"]
+
+
+def test_an_object_of_dcp_with_a_whole_archive_that_can_not_be_read(copied, tmp_path, cli):
+    """One whose class is not known is good, and one whose pickle is none is not."""
+    folder = copied("titan")
+    info = _entry(folder, "train_state.step")
+    path = folder / info.relative_path
+    good = path.read_bytes()
+    metadata = metadata_of(folder)
+    for content, expected in ((Bomb(), 0), (None, 1)):
+        made = io.BytesIO()
+        torch.save(content, made)
+        data = made.getvalue()
+        if content is None:
+            data = rezipped(data, data_pkl=b"\x80\x02X no pickle")
+        path.write_bytes(good + data)
+        index = next(i for i in metadata.storage_data if i.fqn == "train_state.step")
+        metadata.storage_data[index].offset, metadata.storage_data[index].length = len(good), len(data)
+        write_metadata(folder, metadata)
+        found = cli("verify", folder, "--json", expected=expected)["problems"]
+        assert [problem["entries"] for problem in found] == ([["train_state.step"]] if expected else [])

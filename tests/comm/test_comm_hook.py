@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -25,11 +26,16 @@ def with_hook(pair: Pair, state: Any, hook: Any) -> Pair:
     return pair
 
 
+def with_torchs_hook(build: Any, rank: int, world_size: int, strategy: str = "full_shard", **settings: Any) -> Pair:
+    hook = default_hooks.allreduce_hook if strategy == "no_shard" else default_hooks.reduce_scatter_hook
+    pair = Pair(build, rank, world_size, strategy=strategy, **settings)
+    return with_hook(pair, default_hooks.DefaultState(dist.group.WORLD), hook)
+
+
 @ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", [*SHARDED, "no_shard"])
 def test_torchs_own_hooks_train_like_plain(strategy, rank, world_size):
-    hook = default_hooks.allreduce_hook if strategy == "no_shard" else default_hooks.reduce_scatter_hook
-    pair = with_hook(Pair(MLP, rank, world_size, strategy=strategy), default_hooks.DefaultState(dist.group.WORLD), hook)
+    pair = with_torchs_hook(MLP, rank, world_size, strategy)
     for step in range(3):
         pair.step(plain_backward, batch(rank, step))
     pair.check()
@@ -38,16 +44,11 @@ def test_torchs_own_hooks_train_like_plain(strategy, rank, world_size):
 @ranks(2)
 @pytest.mark.parametrize("sync", [True, *exhaustive(False)])
 def test_micro_batches_are_accumulated(sync, rank, world_size):
-    pair = with_hook(
-        Pair(MLP, rank, world_size), default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook
-    )
+    pair = with_torchs_hook(MLP, rank, world_size)
 
     def run(model, batches):
-        for x in batches[:-1]:
-            if model is pair.model and not sync:
-                with pair.engine.no_sync():
-                    plain_backward(model, x)
-            else:
+        with pair.engine.no_sync() if model is pair.model and not sync else contextlib.nullcontext():
+            for x in batches[:-1]:
                 plain_backward(model, x)
         plain_backward(model, batches[-1])
 
@@ -197,9 +198,7 @@ def test_what_can_not_be_is_an_error_on_all_ranks(rank, world_size):
 
 @ranks(2)
 def test_a_copy_of_the_model_keeps_the_hook(rank, world_size):
-    pair = with_hook(
-        Pair(MLP, rank, world_size), default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook
-    )
+    pair = with_torchs_hook(MLP, rank, world_size)
     pair.model = copy.deepcopy(pair.model)
     pair.optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.1)
     assert all(f.gradients.hook is not None for u in torch_shard.engine_of(pair.model).units for f in u.flats)
@@ -223,12 +222,7 @@ class OnOneRank(nn.Module):
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("strategy", [*SHARDED, "no_shard"])
 def test_a_unit_that_only_one_rank_has_a_gradient_of(strategy, rank, world_size):
-    hook = default_hooks.allreduce_hook if strategy == "no_shard" else default_hooks.reduce_scatter_hook
-    pair = with_hook(
-        Pair(OnOneRank, rank, world_size, strategy=strategy, units=[nn.Linear]),
-        default_hooks.DefaultState(dist.group.WORLD),
-        hook,
-    )
+    pair = with_torchs_hook(OnOneRank, rank, world_size, strategy, units=[nn.Linear])
     for step in range(4):
         pair.step(lambda model, x, step=step: plain_backward(model, x, step == 0 or rank == 0), batch(rank, step))
     pair.check()

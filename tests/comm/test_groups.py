@@ -1,20 +1,21 @@
-"""The engine's process groups: made once, and gone without waiting for collectives that will never end."""
+"""The engine's process groups: what collectives on them give, and that they go without waiting for what will never end."""
 
 from __future__ import annotations
 
 import gc
 import time
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compat.harness import MLP, train_both
 from tests.support.ranks import ranks
 from torch_shard import shard
+from torch_shard.comm import process_group_ops
 from torch_shard.comm.communicators import connect
-from torch_shard.comm.process_groups import group_timeout
 from torch_shard.errors import SetupError
 from torch_shard.layout.rank_topology import Topology
 
@@ -40,23 +41,6 @@ def test_groups_with_a_collective_that_lacks_its_partner_go_without_waiting_for_
     assert time.monotonic() - begin < 10
 
 
-def test_without_torch_distributed_a_group_would_wait_for_torchs_default(monkeypatch):
-    expected = group_timeout(torch.device("cpu"))
-    assert expected == dist.distributed_c10d.default_pg_timeout.total_seconds()
-    built_without = SimpleNamespace(is_available=lambda: False)  # as torch.distributed is there: it has little else
-    monkeypatch.setattr("torch_shard.comm.process_groups.dist", built_without)
-    assert group_timeout(torch.device("cpu")) == expected
-
-
-@ranks(2)
-def test_engines_over_one_group_share_their_process_groups():
-    before = len(dist.distributed_c10d._world.pg_map)
-    engines = [shard(nn.Linear(4, 4)) for _ in range(3)]
-    made = len(dist.distributed_c10d._world.pg_map) - before
-    assert made <= 4 and len(engines) == 3
-    assert engines[0]._runtime.collectives.gather_channel.group is engines[2]._runtime.collectives.gather_channel.group
-
-
 @ranks(2)
 def test_a_group_that_this_rank_is_no_member_of_is_an_error(rank):
     group = dist.new_group([0])
@@ -65,3 +49,57 @@ def test_a_group_that_this_rank_is_no_member_of_is_an_error(rank):
     else:
         with pytest.raises(SetupError, match="rank 1 is not a member"):
             shard(nn.Linear(4, 4), mesh=group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@ranks(2)
+def test_each_collective_gives_what_the_public_function_gives(dtype: torch.dtype) -> None:
+    _compare(dtype)
+
+
+@ranks(2)
+def test_the_methods_of_older_torch_take_the_same_arguments() -> None:
+    older = {
+        "_ALL_GATHER": "_allgather_base",
+        "_REDUCE_SCATTER": "_reduce_scatter_base",
+        "_ALL_TO_ALL": "alltoall_base",
+    }
+    with mock.patch.multiple(process_group_ops, **older):
+        _compare(torch.float32)
+
+
+@pytest.mark.exhaustive
+@ranks(2, fresh=True)
+def test_under_detailed_debugging_a_model_trains_like_plain(rank: int, world_size: int) -> None:
+    """Each group is wrapped then, and compares the ranks' calls before it runs them."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    train_both(MLP, rank, world_size)
+
+
+def _compare(dtype: torch.dtype) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(world)))
+
+    def of(rank: int) -> torch.Tensor:
+        return torch.arange(4).to(dtype) * (rank + 1) + (1j if dtype.is_complex else 0.5)
+
+    mine, everyone = of(rank), [of(other) for other in range(world)]
+    half, total = slice(2 * rank, 2 * rank + 2), torch.stack(everyone).sum(0)
+
+    gathered = torch.empty(4 * world, dtype=dtype)
+    process_group_ops.all_gather(group, gathered, mine).wait()
+    assert torch.equal(gathered, torch.cat(everyone))
+    received = torch.empty(4, dtype=dtype)
+    process_group_ops.all_to_all(group, received, mine).wait()
+    assert torch.equal(received, torch.cat([other[half] for other in everyone]))
+    part = torch.empty(2, dtype=dtype)
+    process_group_ops.reduce_scatter(group, part, mine.clone()).wait()
+    assert torch.equal(part, total[half])
+    for root in range(world):
+        sent = mine.clone()
+        process_group_ops.broadcast(group, sent, root).wait()
+        assert torch.equal(sent, everyone[root])
+    summed = mine.clone()
+    process_group_ops.all_reduce(group, summed).wait()
+    assert torch.equal(summed, total)
+    dist.destroy_process_group(group)

@@ -1,9 +1,11 @@
-"""``hybrid_shard`` and ``hybrid_shard_zero2`` give plain training's numbers. Four ranks are two nodes of two."""
+"""``hybrid_shard`` and ``hybrid_shard_zero2`` give plain training's numbers. Four ranks are two nodes of two.
+
+What programs do that are not about replicas, tests/compat runs under both, too, and tests/runtime against the reference.
+"""
 
 from __future__ import annotations
 
 import copy
-import functools
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.compat.harness import (
     batch,
     loss_of,
     plain_backward,
+    same_grads,
     same_params,
     train_both,
     whole,
@@ -33,18 +36,17 @@ from torch_shard.errors import ShardError
 HYBRID = ["hybrid_shard", "hybrid_shard_zero2"]
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
 @pytest.mark.parametrize("strategy", quick(HYBRID, ["hybrid_shard"]))
 @ranks(4)
-def test_it_trains_like_plain(strategy, rank, world_size):
-    pair = train_both(MLP, rank, world_size, steps=4, strategy=strategy, shard_size=2)
-    same_copies(pair.engine)
-
-
-@ranks(4)
-def test_adamw_and_clipping(rank, world_size):
-    pair = Pair(MLP, rank, world_size, optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), **TWO)
-    for step in range(3):
+def test_it_trains_and_clips_like_plain(strategy, rank, world_size):
+    pair = Pair(MLP, rank, world_size, optimizer=adamw, strategy=strategy, shard_size=2)
+    for step in range(4):
         pair.backward(plain_backward, batch(rank, step))
+        same_grads(pair.model, pair.plain)
         norms = pair.engine.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.1)
         torch.testing.assert_close(*norms)
         pair.update()
@@ -64,76 +66,6 @@ def test_norms_with_plain_parameters_are_one_on_all_ranks(rank, world_size):
     assert all(torch.equal(norm, other) for other in everyone)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     same_copies(engine)
-
-
-@ranks(4)
-def test_micro_batches_are_accumulated(rank, world_size):
-    pair = Pair(MLP, rank, world_size, **TWO)
-
-    def run(model: nn.Module, batches: list[torch.Tensor]) -> None:
-        for x in batches[:-1]:
-            if model is pair.model:
-                with pair.engine.no_sync():
-                    plain_backward(model, x)
-            else:
-                plain_backward(model, x)
-        plain_backward(model, batches[-1])
-
-    for step in range(2):
-        pair.step(run, [batch(rank, 10 * step + i) for i in range(3)])
-    pair.check()
-
-
-class Sometimes(nn.Module):
-    """Some ranks leave a parameter out."""
-
-    def __init__(self, used: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 7)
-        self.used = used
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
-        return nn.functional.linear(x, self.second.weight, self.second.bias if self.used else None)
-
-
-@pytest.mark.exhaustive
-@ranks(4)
-def test_a_parameter_that_one_copy_leaves_unused(rank, world_size):
-    for used in (rank < 2, rank in (0, 3), rank == 2):
-        train_both(functools.partial(Sometimes, used), rank, world_size, **TWO)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
-@ranks(4)
-def test_terms_of_the_loss_outside_the_model_are_averaged_over_the_copies(strategy, rank, world_size):
-    """Each rank weighs them by what it alone knows."""
-
-    def run(model: nn.Module, x: torch.Tensor) -> None:
-        weight = model.head.weight
-        loss = loss_of(model(x)) + (rank + 1) * weight.pow(2).sum() + (rank + 1) * weight.norm()
-        (loss + (weight * (rank + 1.0)).sum()).backward()
-
-    pair = Pair(MLP, rank, world_size, strategy=strategy, shard_size=2)
-    for step in range(2):
-        pair.step(run, batch(rank, step))
-    pair.check()
-    same_copies(pair.engine)
-
-
-@pytest.mark.exhaustive
-@ranks(4)
-def test_autograd_grad_is_averaged_over_the_copies(rank, world_size):
-    pair = Pair(MLP, rank, world_size, **TWO)
-
-    def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(loss_of(model(x)), list(model.parameters())))
-
-    ours, theirs = pair.each(run, batch(rank, 0))
-    for grad, expected in zip(ours, theirs, strict=True):
-        dist.all_reduce(expected)
-        torch.testing.assert_close(whole(grad), expected / world_size)
 
 
 @ranks(4)
@@ -183,9 +115,7 @@ def test_low_precision_keeps_the_copies_equal(precision, rank, world_size):
     for step in range(5):
         loss_of(model(batch(rank, step).float())).backward()
         loss_of(plain(batch(rank, step))).backward()
-        for p in plain.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= world_size
+        average_grads(plain)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -285,31 +215,22 @@ def test_shards_of_state_on_some_ranks_are_an_error_on_all(rank, world_size):
         pair.optimizer.step()
 
 
+@ranks(4)
+def test_a_step_in_backward(rank, world_size):
+    pair = Pair(MLP, rank, world_size, **TWO)
+    pair.engine.step_in_backward(pair.optimizer)
+    for step in range(3):
+        pair.backward(plain_backward, batch(rank, step))
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+    pair.check()
+    same_copies(pair.engine)
+
+
 def _as_plain(pair: Pair) -> nn.Module:
     twin = copy.deepcopy(pair.plain)
     twin.load_state_dict(pair.engine.state_dict(rank0_only=False))
     return twin
-
-
-@ranks(4)
-def test_a_step_in_backward(rank, world_size):
-    torch.manual_seed(0)
-    model = MLP().double()
-    plain = copy.deepcopy(model)
-    engine = torch_shard.shard(model, unit_bytes=500, **TWO)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine.step_in_backward(optimizer)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        loss_of(model(batch(rank, step))).backward()
-        loss_of(plain(batch(rank, step))).backward()
-        for p in plain.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= world_size
-        reference.step()
-        reference.zero_grad()
-    same_params(model, plain)
-    same_copies(engine)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
@@ -363,22 +284,3 @@ def test_two_models_in_one_backward_whose_reductions_are_under_way_together(rank
     train(ours, lambda _: None)
     for model, expected in zip(ours, plain, strict=True):
         same_params(model, expected)
-
-
-@pytest.mark.exhaustive
-@ranks(4)
-def test_a_backward_that_fails_half_way_leaves_the_copies_in_step(rank, world_size):
-    pair = Pair(MLP, rank, world_size, unit_bytes=300, **TWO)
-    pair.step(plain_backward, batch(rank, 0))
-
-    def fail(_: Any) -> None:
-        raise KeyError("half-way")
-
-    for name in ("blocks.1.up.weight", "inp.weight", "blocks.2.down.bias"):
-        handle = dict(pair.model.named_parameters())[name].register_hook(fail)
-        with pytest.raises(KeyError, match="half-way"):
-            plain_backward(pair.model, batch(rank, 1))
-        handle.remove()
-        pair.step(plain_backward, batch(rank, 2))
-    pair.check()
-    same_copies(pair.engine)

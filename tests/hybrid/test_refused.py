@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torch_shard
-from tests.compat.harness import (
-    MLP,
-    batch,
-    loss_of,
-    train_both,
-)
+from tests.compat.harness import MLP, batch, loss_of, train_both
 from tests.hybrid.harness import TWO
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, SetupError, ShardError
@@ -31,7 +26,8 @@ def test_bad_settings_are_refused_by_name(rank):
         ({"strategy": "full_shard", "shard_size": 2}, "shard_size is for the hybrid strategies"),
         ({"strategy": "hybrid_shard", "shard_size": 0}, "shard_size must be an integer of at least 1"),
         ({"strategy": "hybrid_shard", "shard_size": 4, "mesh": mesh}, "shard_size is 4, and in the mesh 2 ranks share"),
-        ({"mesh": mesh}, "name the one to shard over"),
+        ({"mesh": mesh}, "2 dimensions.*'replicate', 'shard'.*name the one to shard over"),
+        ({"mesh": init_device_mesh("cpu", (2, 2))}, "2 dimensions"),
         ({"mesh": mesh, "mesh_dims": "tp"}, "has no dimension 'tp', but .'replicate', 'shard'."),
         ({"mesh": mesh, "mesh_dims": ("replicate", "shard")}, "takes one; name the one to shard over"),
         ({"mesh_dims": "shard"}, "mesh_dims names dimensions of a DeviceMesh"),
@@ -77,16 +73,6 @@ def test_a_copy_that_stays_away_is_an_error_on_the_others(rank):
         time.sleep(6.0)
 
 
-def _seconds(function: Any, *args: Any, **kwargs: Any) -> tuple[str, float]:
-    """The name of the error that it raised, and how long that took."""
-    begin = time.monotonic()
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, time.monotonic() - begin
-    return "no error", time.monotonic() - begin
-
-
 @pytest.mark.exhaustive
 @ranks(4, fresh=True, timeout=60)
 def test_ranks_of_a_mesh_that_stay_away_are_missed_in_time(rank):
@@ -96,9 +82,10 @@ def test_ranks_of_a_mesh_that_stay_away_are_missed_in_time(rank):
         if rank == 1:
             time.sleep(8.0)
         elif rank == 3 or (rank == 0 and not isinstance(mesh, tuple)):
-            name, seconds = _seconds(torch_shard.shard, MLP(), strategy="hybrid_shard", mesh=mesh, timeout=2.0)
-            assert name == ("SetupError" if rank == 3 and not isinstance(mesh, tuple) else "MissingRankError")
-            assert seconds < 6.0
+            begin = time.monotonic()
+            with pytest.raises(SetupError if rank == 3 and not isinstance(mesh, tuple) else MissingRankError):
+                torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh, timeout=2.0)
+            assert time.monotonic() - begin < 6.0
 
 
 @ranks(4)
@@ -109,24 +96,6 @@ def test_a_rank_outside_the_mesh_is_told_so(rank):
             torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
     else:
         torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh)
-
-
-@pytest.mark.exhaustive
-@ranks(4, fresh=True, timeout=100)
-def test_a_backward_that_fails_on_one_rank_does_not_wait_for_each_unit(rank):
-    model = MLP(blocks=8)
-    torch_shard.shard(model, unit_bytes=300, strategy="hybrid_shard_zero2", shard_size=2, timeout=4.0)
-    loss_of(model(batch(rank, 0).float())).backward()
-
-    def fail(_: torch.Tensor) -> None:
-        raise KeyError("one rank")
-
-    if rank == 2:
-        model.inp.weight.register_hook(fail)
-    name, seconds = _seconds(lambda: loss_of(model(batch(rank, 1).float())).backward())
-    assert name == "KeyError" if rank == 2 else name in ("MissingRankError", "DivergenceError")
-    assert seconds < 20.0
-    time.sleep(max(0.0, 20.0 - seconds))
 
 
 @pytest.mark.exhaustive

@@ -14,40 +14,15 @@ from torch import nn
 
 import torch_shard
 from tests.support.bad_input_helpers import Net, all_ranks_agree_on, hasty, small, step
-from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.config.shard_config import ShardConfig
-from torch_shard.errors import (
-    ConfigError,
-    NeedsGatherError,
-    ReplacedParameterError,
-    SetupError,
-    ShardError,
-    ShardPicklingError,
-    StateDictError,
-)
+from torch_shard.errors import ConfigError, ReplacedParameterError, SetupError, ShardError, ShardPicklingError
 
 # -- configuration ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("strategy", "zero_four"),
-        ("no_such_setting", 1),
-        # All of them, without ranks, are in test_config.py.
-        *exhaustive(
-            ("strategy", "hybrid_zero_four"),
-            ("unit_bytes", 0),
-            ("units", "Linear"),
-            ("prefetch", -1),
-            ("timeout", 0),
-            ("ignore", [3]),
-            ("init_fn", "zeros"),
-            ("sync_module_states", "yes"),
-        ),
-    ],
-)
+# All of them, without ranks, are in tests/config.
+@pytest.mark.parametrize(("field", "value"), [("strategy", "zero_four"), ("no_such_setting", 1)])
 @ranks(2)
 def test_an_unknown_config_value_is_an_error_that_names_the_field(rank, field, value):
     model = Net()
@@ -67,14 +42,6 @@ def test_a_config_that_is_wrong_on_one_rank_only_is_an_error_on_both(rank):
     assert all_ranks_agree_on("error")
 
 
-@ranks(2)
-def test_units_that_name_an_unknown_parameter_are_an_error(rank):
-    with pytest.raises(ShardError, match=r"no\.such\.weight"):
-        torch_shard.shard(Net(), units=[["first.weight", "no.such.weight"]])
-    with pytest.raises(ShardError, match="no_such_pattern"):
-        torch_shard.shard(Net(), units=["no_such_pattern*"])
-
-
 # -- the model ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,58 +59,46 @@ def test_a_module_already_sharded_is_refused_and_the_first_engine_goes_on(rank):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("other", ["cpu", "another GPU"])
 @ranks(2)
-def test_parameters_on_mixed_devices_are_an_error_that_names_one(rank, device):
-    if device.type == "cpu":
-        pytest.skip("needs a device besides the CPU")
-    model = Net().to(device)
-    model.right.to("cpu")
-    with pytest.raises(SetupError, match=r"right\.(weight|bias) is on cpu"):
-        torch_shard.shard(model)
-
-
-@pytest.mark.gpu
-@ranks(2)
-def test_parameters_on_another_gpu_are_an_error_that_names_one(rank):
-    if torch.cuda.device_count() < 2:
+def test_parameters_on_several_devices_are_an_error_that_names_one(rank, other):
+    if other != "cpu" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    mine, other = torch.device("cuda", rank), torch.device("cuda", 1 - rank)
+    mine = torch.device("cuda", rank % torch.cuda.device_count())
+    other = torch.device("cpu") if other == "cpu" else torch.device("cuda", 1 - rank)
     model = Net().to(mine)
     model.right.to(other)
     with pytest.raises(SetupError, match=rf"right\.weight is on {other}"):
         torch_shard.shard(model)
 
 
-@ranks(2, exhaustive=(3,))
-def test_different_models_are_an_error_that_names_the_first_difference(rank, world_size):
-    model = Net()
-    if rank == world_size - 1:
+def different(model, how):
+    if how == "shape":
+        model.right.weight = nn.Parameter(torch.zeros(4, 5))
+    elif how == "dtype":
+        model.right.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    elif how == "requires_grad":
+        model.right.weight.requires_grad_(False)
+    elif how == "name":
+        model.right.register_parameter("other", model.right._parameters.pop("weight"))
+    else:
         model.left = nn.Linear(4, 4, bias=False)
         model.right = nn.Linear(4, 4).double()
-    with pytest.raises(
-        SetupError, match=rf"left\.bias.*rank {world_size - 1}|rank {world_size - 1}.*left\.bias"
-    ) as caught:
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "requires_grad", "name", "in two layers"])
+@ranks(2, exhaustive=(3,))
+def test_different_models_are_an_error_that_names_the_first_difference(rank, world_size, how):
+    model = Net()
+    last = world_size - 1
+    if rank == last:
+        different(model, how)
+    named = r"left\.bias" if how == "in two layers" else r"right\.(weight|other)"
+    with pytest.raises(SetupError, match=rf"{named}.*rank {last}|rank {last}.*{named}") as caught:
         torch_shard.shard(model)
-    assert "right" not in str(caught.value).split("left.bias")[0]
+    assert how != "in two layers" or "right" not in str(caught.value).split("left.bias")[0]
     assert all_ranks_agree_on(str(caught.value))
     assert not any(isinstance(p, torch_shard.ShardTensor) for p in model.parameters())
-
-
-@pytest.mark.parametrize("difference", ["shape", "dtype", "requires_grad", "name"])
-@ranks(2)
-def test_any_difference_between_the_models_is_named(rank, difference):
-    model = Net()
-    if rank == 1:
-        if difference == "shape":
-            model.right.weight = nn.Parameter(torch.zeros(4, 5))
-        elif difference == "dtype":
-            model.right.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
-        elif difference == "requires_grad":
-            model.right.weight.requires_grad_(False)
-        else:
-            model.right.register_parameter("other", model.right._parameters.pop("weight"))
-    with pytest.raises(SetupError, match=r"right\.(weight|other)"):
-        torch_shard.shard(model)
 
 
 @ranks(2)
@@ -160,6 +115,10 @@ def test_a_model_that_cannot_be_sharded_on_one_rank_is_an_error_on_all(rank):
 def test_a_parameter_added_after_sharding_is_an_error_that_names_it(rank):
     model = Net()
     torch_shard.shard(model, **small)
+    model.first.adapter = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ReplacedParameterError, match=r"first\.adapter\.0\.weight"):
+        model.first(torch.ones(4))
+    del model.first.adapter
     step(model)
     model.left.extra = nn.Parameter(torch.zeros(4))
     with pytest.raises(ReplacedParameterError, match=r"left\.extra"):
@@ -169,15 +128,6 @@ def test_a_parameter_added_after_sharding_is_an_error_that_names_it(rank):
     model.added = nn.Linear(4, 4)
     with pytest.raises(ReplacedParameterError, match=r"added\.weight"):
         step(model)
-
-
-@ranks(2)
-def test_a_parameter_added_before_the_first_step_is_an_error_that_names_it(rank):
-    model = Net()
-    torch_shard.shard(model, **small)
-    model.first.adapter = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ReplacedParameterError, match=r"first\.adapter\.0\.weight"):
-        model.first(torch.ones(4))
 
 
 # -- sharded parameters used as whole ones ------------------------------------------------------------------------------
@@ -198,67 +148,6 @@ def test_saving_the_shards_is_an_error_that_names_the_alternative(rank, tmp_path
         torch.save(model, path)
     torch.save(engine.state_dict(rank0_only=False), path)
     assert torch.load(path)["first.weight"].shape == (4, 4)
-
-
-NEEDS_FULL = {
-    "numpy": lambda p: p.detach().numpy(),
-    "data_ptr": lambda p: p.data_ptr(),
-    "storage": lambda p: p.untyped_storage(),
-    "in place": lambda p: p.detach().t_(),
-}
-
-
-@pytest.mark.parametrize("operation", NEEDS_FULL)
-@ranks(2)
-def test_an_operation_that_needs_the_whole_names_the_parameter_and_gathered(rank, operation):
-    model = Net()
-    engine = torch_shard.shard(model, **small)
-    with torch.no_grad(), pytest.raises(NeedsGatherError, match=r"left\.weight.*gathered"):
-        NEEDS_FULL[operation](model.left.weight)
-    with torch.no_grad(), engine.gathered():
-        NEEDS_FULL[operation](model.left.weight)
-    step(model)
-
-
-# -- state dicts --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@ranks(2)
-def test_a_state_dict_that_does_not_fit_is_listed_in_full_and_not_loaded(rank, strict):
-    model = Net()
-    engine = torch_shard.shard(model, **small)
-    before = [p.to_local().clone() for p in model.parameters()]
-    wrong = {name: torch.full(p.shape, 7.0) for name, p in model.named_parameters()}
-    del wrong["first.weight"], wrong["last.bias"]
-    wrong["left.weight"] = torch.zeros(4, 5)
-    wrong["right.bias"] = torch.zeros(3)
-    wrong["head.weight"] = torch.zeros(1)
-    wrong["tail"] = torch.zeros(1)
-    with pytest.raises(StateDictError) as caught:
-        engine.load_state_dict(wrong, strict=strict)
-    listed = ["left.weight", "right.bias", "[4, 5]"]
-    if strict:
-        listed += ["first.weight", "last.bias", "head.weight", "tail"]
-    for name in listed:
-        assert name in str(caught.value)
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p.to_local(), old)
-    assert all_ranks_agree_on(str(caught.value))
-
-
-@ranks(2)
-def test_a_state_dict_that_does_not_fit_on_one_rank_is_loaded_on_none(rank):
-    model = Net()
-    engine = torch_shard.shard(model, **small)
-    before = [p.to_local().clone() for p in model.parameters()]
-    state = {name: torch.full(p.shape, 7.0) for name, p in model.named_parameters()}
-    if rank == 1:
-        state["left.weight"] = torch.zeros(5)
-    with pytest.raises(StateDictError, match=r"left\.weight"):
-        engine.load_state_dict(state)
-    for p, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(p.to_local(), old)
 
 
 # -- copies -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 
 import torch_shard
-from tests.comm.test_traffic import Collectives
 from tests.compat.harness import MLP, batch, loss_of, plain_backward, same_params
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
@@ -48,10 +47,6 @@ def one_dimension(rank: int, world_size: int) -> tuple[Any, list[int]]:
     return init_device_mesh("cpu", (world_size,)), list(range(world_size))
 
 
-def ranks_in_another_order(rank: int, world_size: int) -> tuple[Any, list[int]]:
-    return DeviceMesh("cpu", list(reversed(range(world_size)))), list(range(world_size))
-
-
 def process_group(rank: int, world_size: int) -> tuple[Any, list[int]]:
     return dist.new_group(list(range(world_size))), list(range(world_size))
 
@@ -68,74 +63,46 @@ def a_device(rank: int, world_size: int) -> tuple[Any, list[int]]:
     return torch.device("cpu"), list(range(world_size))
 
 
+def train_over(mesh: Any, members: Sequence[int], rank: int, **settings: Any) -> torch_shard.Engine:
+    """Shard a model over a mesh of these ranks, and train it like a plain one."""
+    model, plain = built_with(rank), built_with(members[0])
+    engine = torch_shard.shard(model, mesh=mesh, unit_bytes=500, timeout=20.0, **settings)
+    assert (engine.world_size, engine.rank) == (len(members), list(members).index(rank))
+    trains_like_plain(model, plain, rank, members)
+    return engine
+
+
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
 @pytest.mark.parametrize("mesh", [one_dimension, *exhaustive(process_group), one_rank_group, one_rank_mesh, a_device])
 @ranks(2)
 def test_training_over_a_mesh_is_like_plain(rank, world_size, mesh, strategy):
     over, members = mesh(rank, world_size)
-    model, plain = built_with(rank), built_with(members[0])
-    engine = torch_shard.shard(model, mesh=over, unit_bytes=500, timeout=20.0, strategy=strategy)
-    assert (engine.world_size, engine.rank) == (len(members), members.index(rank))
-    trains_like_plain(model, plain, rank, members)
+    engine = train_over(over, members, rank, strategy=strategy)
     assert (engine.bytes_sent == 0) == (len(members) == 1)
 
 
 @ranks(3)
-def test_training_over_a_mesh_of_ranks_in_another_order_is_like_plain(rank, world_size):
-    over, members = ranks_in_another_order(rank, world_size)
+def test_training_over_a_mesh_of_ranks_in_another_order_is_like_plain(rank):
     model, plain = built_with(5), built_with(5)
-    torch_shard.shard(model, mesh=over, unit_bytes=500, timeout=20.0)
-    trains_like_plain(model, plain, rank, members)
+    torch_shard.shard(model, mesh=DeviceMesh("cpu", [2, 1, 0]), unit_bytes=500, timeout=20.0)
+    trains_like_plain(model, plain, rank, range(3))
 
 
 @pytest.mark.parametrize("name", [*exhaustive("rows"), "columns"])
 @ranks(4)
-def test_training_over_one_dimension_of_a_mesh_is_like_plain_on_the_batches_of_those_ranks(rank, world_size, name):
+def test_training_over_one_dimension_of_a_mesh_is_like_plain_on_the_batches_of_those_ranks(rank, name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     # Along `rows` the ranks are 0 and 2, or 1 and 3; along `columns` 0 and 1, or 2 and 3.
-    members = [r for r in range(4) if (r % 2 == rank % 2 if name == "rows" else r // 2 == rank // 2)]
-    model, plain = built_with(rank), built_with(members[0])
-    engine = torch_shard.shard(model, mesh=mesh[name], unit_bytes=500, timeout=20.0)
-    assert (engine.world_size, engine.rank) == (2, members.index(rank))
-    trains_like_plain(model, plain, rank, members)
+    train_over(
+        mesh[name], [r for r in range(4) if (r % 2 == rank % 2 if name == "rows" else r // 2 == rank // 2)], rank
+    )
 
 
 @ranks(3)
-def test_training_over_a_group_of_some_ranks_needs_nothing_of_the_others(rank, world_size):
+def test_training_over_a_group_of_some_ranks_needs_nothing_of_the_others(rank):
     group = dist.new_group([0, 2])
-    if rank == 1:
-        return
-    model, plain = built_with(rank), built_with(0)
-    torch_shard.shard(model, mesh=group, unit_bytes=500, timeout=20.0)
-    trains_like_plain(model, plain, rank, [0, 2])
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_two_engines_over_different_meshes_train_like_plain(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
-    for name, members in (("both", [0, 1]), ("alone", [rank]), ("both", [0, 1])):
-        model, plain = built_with(rank), built_with(members[0])
-        torch_shard.shard(model, mesh=mesh[name], unit_bytes=500, timeout=20.0)
-        trains_like_plain(model, plain, rank, members)
-
-
-@pytest.mark.parametrize("names", [("rows", "columns"), None])
-@ranks(2)
-def test_a_mesh_of_two_dimensions_is_an_error_that_names_them(rank, world_size, names):
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
-    model = MLP()
-    with pytest.raises(SetupError, match="2 dimensions") as error:
-        torch_shard.shard(model, mesh=mesh)
-    assert all(name in str(error.value) for name in names or ())
-    assert all(type(p) is nn.Parameter for p in model.parameters())
-    torch_shard.shard(model)  # nothing has changed
-
-
-@ranks(1)
-def test_a_mesh_of_another_type_is_an_error_that_names_it(rank):
-    with pytest.raises(SetupError, match="list"):
-        torch_shard.shard(MLP(), mesh=[0])
+    if rank != 1:
+        train_over(group, [0, 2], rank)
 
 
 @ranks(2)
@@ -175,10 +142,6 @@ def varied() -> nn.Module:
     return nn.Sequential(embedding, nn.Linear(7, 5), Scale(5), nn.BatchNorm1d(5), nn.LayerNorm(5))
 
 
-def words(rank: int, step: int) -> torch.Tensor:
-    return torch.randint(0, 9, (6,), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build().double()
@@ -193,45 +156,6 @@ def agree_on_values(model: nn.Module, world_size: int) -> None:
         assert all(torch.equal(value, other) for other in everyone), name
 
 
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@ranks(2, exhaustive=(1, 3))
-def test_parameters_on_meta_get_the_values_that_reset_parameters_gives_a_plain_model(rank, world_size, strategy):
-    torch.manual_seed(5)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # a model converted later would hold values drawn as float32
-    try:
-        plain = varied()
-    finally:
-        torch.set_default_dtype(previous)
-    model = on_meta(varied)
-    torch.manual_seed(5 + 10 * rank)  # rank 0's state counts
-    torch_shard.shard(model, strategy=strategy, unit_bytes=200, timeout=20.0)
-    assert all(type(p) is nn.Parameter or isinstance(p, ShardTensor) for p in model.parameters())
-    same_params(model, plain)
-    if strategy == "no_shard" and world_size > 1:
-        agree_on_values(model, world_size)
-
-
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@ranks(2, exhaustive=(3,))
-def test_a_model_on_meta_trains_like_a_plain_one(rank, world_size, strategy):
-    torch.manual_seed(5)
-    torch.set_default_dtype(torch.float64)
-    plain = varied()[:3]  # without the batch norm, whose statistics are each rank's own
-    torch.set_default_dtype(torch.float32)
-    model = on_meta(varied)[:3]
-    torch.manual_seed(5)
-    torch_shard.shard(model, strategy=strategy, unit_bytes=200, timeout=20.0)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    for step in range(3):
-        plain_backward(model, words(rank, step))
-        (sum(loss_of(plain(words(r, step))) for r in range(world_size)) / world_size).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same_params(model, plain)
-
-
 def fill(module: nn.Module, extra: float = 0.0) -> None:
     """An initialiser that needs no random numbers."""
     for p in module.parameters(recurse=False):
@@ -240,29 +164,33 @@ def fill(module: nn.Module, extra: float = 0.0) -> None:
         b.fill_(3)
 
 
+def drawn(seed: int) -> nn.Module:
+    """A plain model. One converted afterwards would hold values drawn as float32."""
+    torch.manual_seed(seed)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return varied()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@pytest.mark.parametrize("how", ["reset_parameters", "init_fn", "an init_fn of each rank's own"])
 @ranks(2, exhaustive=(1, 3))
-def test_parameters_on_meta_get_the_values_that_init_fn_gives(rank, world_size, strategy):
-    plain = varied().double()
-    with torch.no_grad():
-        plain.apply(fill)
+def test_parameters_on_meta_get_rank_0s_values_of_what_initialises_a_plain_model(rank, world_size, strategy, how):
+    plain, settings = drawn(5), {}
+    if how != "reset_parameters":
+        plain = varied().double()
+        with torch.no_grad():
+            plain.apply(fill)
+        extra = 0.0 if how == "init_fn" else 10.0 * rank
+        settings["init_fn"] = lambda module: fill(module, extra)
     model = on_meta(varied)
-    torch_shard.shard(model, strategy=strategy, unit_bytes=200, init_fn=fill, timeout=20.0)
+    torch.manual_seed(5 + 10 * rank)  # rank 0's state counts
+    torch_shard.shard(model, strategy=strategy, unit_bytes=200, timeout=20.0, **settings)
+    assert all(type(p) is nn.Parameter or isinstance(p, ShardTensor) for p in model.parameters())
     same_params(model, plain)
-
-
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@ranks(2, exhaustive=(3,))
-def test_an_init_fn_that_differs_between_ranks_gives_rank_0s_values_to_all(rank, world_size, strategy):
-    plain = varied().double()
-    with torch.no_grad():
-        plain.apply(fill)
-    model = on_meta(varied)
-    torch_shard.shard(
-        model, strategy=strategy, unit_bytes=200, init_fn=lambda m: fill(m, extra=10.0 * rank), timeout=20.0
-    )
-    same_params(model, plain)
-    if strategy == "no_shard":
+    if strategy == "no_shard" and world_size > 1:
         agree_on_values(model, world_size)
 
 
@@ -279,21 +207,6 @@ def test_init_fn_is_called_once_with_each_module_that_holds_something_on_meta(ra
     assert sorted(map(id, seen)) == sorted(map(id, model[0]))
 
 
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@pytest.mark.parametrize("how", ["reset_parameters", "init_fn", "nothing"])
-@ranks(2, exhaustive=(1,))
-def test_a_parameter_left_uninitialised_is_an_error_that_names_it(rank, world_size, strategy, how):
-    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3), Scale(3, forget=how == "reset_parameters")))
-    settings: dict[str, Any] = {}
-    if how == "init_fn":
-        settings["init_fn"] = lambda m: fill(m) if isinstance(m, nn.Linear) else nn.init.ones_(m.gain)
-    elif how == "nothing":
-        model[1].shift2 = nn.Parameter(torch.empty(3, device="meta", dtype=torch.float64))
-    name = "1.shift2" if how == "nothing" else "1.shift"
-    with pytest.raises(SetupError, match=f"parameter {name} .*uninitialised"):
-        torch_shard.shard(model, strategy=strategy, unit_bytes=50, timeout=20.0, **settings)
-
-
 class Bare(nn.Module):
     """A module with a parameter and no way to initialise it."""
 
@@ -301,16 +214,27 @@ class Bare(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+
+def on_scale(module: nn.Module) -> None:
+    """An initialiser that forgets the shift of a `Scale`."""
+    fill(module) if isinstance(module, nn.Linear) else nn.init.ones_(module.gain)
+
+
+FORGETFUL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "reset_parameters": (lambda: Scale(3, forget=True), {}, "parameter 1.shift .*uninitialised"),
+    "init_fn": (lambda: Scale(3), {"init_fn": on_scale}, "parameter 1.shift .*uninitialised"),
+    "nothing": (Bare, {}, r"parameter 1\.weight .*init_fn"),
+}
 
 
 @pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
+@pytest.mark.parametrize("how", FORGETFUL)
 @ranks(2, exhaustive=(1,))
-def test_a_module_without_reset_parameters_is_an_error_that_names_its_parameter(rank, world_size, strategy):
-    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3), Bare()))
-    with pytest.raises(SetupError, match=r"parameter 1\.weight .*init_fn"):
-        torch_shard.shard(model, strategy=strategy, unit_bytes=50, timeout=20.0)
+def test_a_parameter_left_uninitialised_is_an_error_that_names_it(rank, strategy, how):
+    last, settings, said = FORGETFUL[how]
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 3), last()))
+    with pytest.raises(SetupError, match=said):
+        torch_shard.shard(model, strategy=strategy, unit_bytes=50, timeout=20.0, **settings)
 
 
 # -- sync_module_states -------------------------------------------------------------------------------------------------
@@ -365,72 +289,22 @@ def test_ranks_on_meta_never_have_memory_for_the_full_model(rank):
     assert taken.nbytes < 2.6 * full
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", *exhaustive("shard_grad_op")])
 @ranks(2, exhaustive=(3,))
-def test_without_sync_module_states_replicas_stay_as_they_are(rank, world_size):
-    model, own = built_with(rank, WithBuffers), built_with(rank, WithBuffers)
-    torch_shard.shard(model, strategy="no_shard", unit_bytes=500, sync_module_states=False, timeout=20.0)
-    for name, p in own.named_parameters():
-        assert torch.equal(model.get_parameter(name).to_local().view(-1), p.view(-1)), name
-    for name, b in own.named_buffers():
-        assert torch.equal(model.get_buffer(name), b), name
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op")])
-@ranks(2, exhaustive=(3,))
-def test_without_sync_module_states_each_rank_keeps_its_own_slice(rank, world_size, strategy):
+def test_without_sync_module_states_each_rank_keeps_its_own_values(rank, world_size, strategy):
     model, own = built_with(rank, WithBuffers), built_with(rank, WithBuffers)
     torch_shard.shard(model, strategy=strategy, unit_bytes=500, sync_module_states=False, timeout=20.0)
     for name, p in own.named_parameters():
-        local = model.get_parameter(name).to_local()
+        local = model.get_parameter(name).to_local().view(-1)
         sizes: list[Any] = [None] * world_size
         dist.all_gather_object(sizes, local.numel())
-        assert sum(sizes) == p.numel()
-        # The slices of the ranks follow each other.
-        assert torch.equal(local, p.detach().view(-1)[sum(sizes[:rank]) :][: sizes[rank]]), name
+        if strategy == "no_shard":
+            assert torch.equal(local, p.detach().view(-1)), name
+        else:  # the shards of the ranks follow each other
+            assert sum(sizes) == p.numel()
+            assert torch.equal(local, p.detach().view(-1)[sum(sizes[:rank]) :][: sizes[rank]]), name
     for name, b in own.named_buffers():
         assert torch.equal(model.get_buffer(name), b), name
-
-
-class TwoDtypes(nn.Module):
-    """Two units with parameters of two dtypes each, and buffers of three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Linear(4, 6).double(), "c": nn.Linear(3, 3)}) for _ in range(2)
-        )
-        for name, dtype in (("f", torch.float32), ("g", torch.float32), ("i", torch.int64), ("m", torch.bool)):
-            self.register_buffer(name, torch.ones(3, dtype=dtype))
-
-
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["full_shard"]))
-@pytest.mark.parametrize("synchronise", [True, False])
-@ranks(2)
-def test_setup_sends_one_broadcast_for_each_unit_and_dtype(rank, world_size, strategy, synchronise):
-    model = TwoDtypes()
-    with Collectives() as seen:
-        torch_shard.shard(
-            model, strategy=strategy, units=[r"re:blocks\.\d"], sync_module_states=synchronise, timeout=20.0
-        )
-    floats, doubles = 5 * 4 + 4 + 3 * 3 + 3, 4 * 6 + 6
-    sizes = [nbytes for _, nbytes, _, _ in seen.named("broadcast_")]
-    if not synchronise:
-        assert sizes == []
-        return
-    # Two units, float32 and float64; a few bytes of padding between parameters are possible. Then the buffers.
-    assert len(sizes) == 2 * 2 + 3
-    for size, elements, item in zip(sizes[:4], [floats, doubles] * 2, [4, 8] * 2, strict=True):
-        assert elements * item <= size < elements * item + 100
-    assert sorted(sizes[4:]) == [3, 2 * 3 * 4, 3 * 8]
-
-
-@ranks(2)
-def test_a_model_synchronised_at_setup_goes_on_like_plain(rank, world_size):
-    model, plain = built_with(rank), built_with(0)
-    before = copy.deepcopy(plain)
-    torch_shard.shard(model, unit_bytes=500, timeout=20.0)
-    same_params(model, before)
-    trains_like_plain(model, plain, rank, [0, 1])
 
 
 class Counts(nn.Module):

@@ -15,6 +15,7 @@ from tests.compat.harness import Pair, batch, plain_backward
 from tests.optim.helpers import O, Odd, backward_both, same_optimizers, trainable
 from tests.optim.matrix_optimizers import advance, maker
 from tests.support.marks import exhaustive, quick
+from tests.support.optimizer_state import by_name
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, optim_state
 from torch_shard.errors import ConfigError, StateDictError
@@ -36,17 +37,6 @@ def trained(name: str, rank: int, world_size: int, steps: int = 3) -> Pair:
         model.leave_out = name == "AdamW"  # so `extra` has no state
     advance(pair, range(steps))
     return pair
-
-
-def by_name(pair: Pair) -> dict[str, Any]:
-    """The plain optimizer's state dict, with names."""
-    names = {id(p): n for n, p in pair.plain.named_parameters()}
-    params = [names[id(p)] for group in pair.plain_optimizer.param_groups for p in group["params"]]
-    given = copy.deepcopy(pair.plain_optimizer.state_dict())
-    return {
-        "state": {params[n]: own for n, own in given["state"].items()},
-        "param_groups": [{**g, "params": [params[n] for n in g["params"]]} for g in given["param_groups"]],
-    }
 
 
 def same_dicts(found: Any, wanted: Any, where: str = "") -> None:
@@ -85,7 +75,7 @@ def test_full_state_is_that_of_the_plain_optimizer_by_name(rank, world_size, nam
     )
     for found in (full, everywhere, optim_state.optim_state_dict(pair.model, pair.optimizer)):
         if found:
-            same_dicts(found, by_name(pair))
+            same_dicts(found, by_name(pair.plain, pair.plain_optimizer))
 
 
 @pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
@@ -97,11 +87,17 @@ def test_full_state_on_every_rank_is_cut(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
-@pytest.mark.parametrize("keys", ["names", *exhaustive("numbers")])
+@pytest.mark.parametrize("keys", ["names", *exhaustive("names, one without state", "numbers")])
 @ranks(2, exhaustive=(1, 3, 4))
 def test_full_state_on_rank_0_is_scattered(rank, world_size, keys, name):
     pair = trained(name, rank, world_size)
-    full = by_name(pair) if keys == "names" else copy.deepcopy(pair.plain_optimizer.state_dict())
+    full = (
+        copy.deepcopy(pair.plain_optimizer.state_dict())
+        if keys == "numbers"
+        else by_name(pair.plain, pair.plain_optimizer)
+    )
+    if keys == "names, one without state":
+        full["state"].setdefault("extra", {})
     given = full if rank == 0 else None
     loaded = optim_state.scatter_full_optim_state_dict(given, pair.model, optim=pair.optimizer)
     params = [p for group in pair.optimizer.param_groups for p in group["params"]]
@@ -110,15 +106,6 @@ def test_full_state_on_rank_0_is_scattered(rank, world_size, keys, name):
             if key != "step" and name != "Muon":
                 assert type(value) is ShardTensor and value.shape == params[number].shape
     goes_on(pair, loaded)
-
-
-@ranks(2)
-def test_empty_entries_are_scattered_too(rank, world_size):
-    pair = trained("AdamW", rank, world_size)
-    full = by_name(pair)
-    full["state"]["extra"] = {}
-    given = full if rank == 0 else None
-    goes_on(pair, optim_state.scatter_full_optim_state_dict(given, pair.model, optim=pair.optimizer))
 
 
 @pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
@@ -152,7 +139,7 @@ def test_state_of_a_plain_optimizer_goes_in_and_comes_out(rank, world_size, name
     named = optim_state.rekey_optim_state_dict(
         plain, OptimStateKeyType.PARAM_NAME, pair.plain, optim=pair.plain_optimizer
     )
-    same_dicts(named, by_name(pair))
+    same_dicts(named, by_name(pair.plain, pair.plain_optimizer))
     loaded = optim_state.optim_state_dict_to_load(pair.model, pair.optimizer, plain)
     goes_on(pair, loaded)
 
@@ -172,7 +159,7 @@ def test_numbers_follow_the_order_of_what_an_optimizer_is_made_from(rank, world_
 def test_state_can_be_loaded_directly_and_converted_by_itself(rank, world_size):
     pair = trained("AdamW", rank, world_size)
     given = optim_state.optim_state_dict(pair.model, pair.optimizer, copy.deepcopy(pair.optimizer.state_dict()))
-    same_dicts(given, by_name(pair))
+    same_dicts(given, by_name(pair.plain, pair.plain_optimizer))
     advance(pair, range(3, 5))
     pair.plain_optimizer.load_state_dict(
         optim_state.rekey_optim_state_dict(given, OptimStateKeyType.PARAM_ID, pair.plain, optim=pair.plain_optimizer)

@@ -81,6 +81,13 @@ def loss_of(model, tokens):
     return model(tokens).square().sum()
 
 
+def pair_of(**options):
+    """A mesh of 2 x 2 ranks, a model sharded over it, the oracle, and the engine."""
+    mesh = mesh_of(2, 2)
+    model, oracle = parallel(mesh), Model()
+    return mesh, model, oracle, shard(model, mesh=mesh["dp"], **options)
+
+
 def backward(model, mesh, step):
     loss_of(model, batch(mesh["dp"].get_local_rank(), step)).backward()
 
@@ -88,6 +95,12 @@ def backward(model, mesh, step):
 def plain_backward(model, step, places=2):
     for place in range(places):
         (loss_of(model, batch(place, step)) / places).backward()
+
+
+def both_backward(mesh, model, oracle, step):
+    """A backward of both, of the model on this rank's batch and of the oracle on all."""
+    backward(model, mesh, step)
+    plain_backward(oracle, step, mesh["dp"].size())
 
 
 def same(model, oracle, grads=False):
@@ -113,8 +126,7 @@ def trained(mesh, steps=2, kind="adamw", **options):
 
 def train(mesh, model, oracle, optimizers, steps):
     for step in steps:
-        backward(model, mesh, step)
-        plain_backward(oracle, step, mesh["dp"].size())
+        both_backward(mesh, model, oracle, step)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.ranks import ranks
-from tests.tensor_parallel.harness import (
-    DTYPE,
-    Model,
-    batch,
-    loss_of,
-    mesh_of,
-    parallel,
-)
+from tests.support.run_python import run_python
+from tests.tensor_parallel.harness import DTYPE, Model, batch, loss_of, mesh_of, parallel
 from torch_shard import shard
 from torch_shard.errors import SetupError, ShardError
 
@@ -118,33 +106,4 @@ try:
 except ConfigError as error:
     print(error)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "strategy: 'hybrid_shard' of parameters that are parallelized" in found.stdout
-
-
-def test_topologies_of_planes():
-    from torch_shard.layout.rank_topology import Topology
-
-    within = Topology.hybrid(4, 2)
-    found = within.within([[0, 2, 4, 6], [1, 3, 5, 7]], range(8))
-    assert str(found) == "0 2 | 4 6 / 1 3 | 5 7"
-    assert (found.size, found.replicas, found.data_parallel_size, found.world) == (2, 2, 4, 8)
-    assert found.shard_group_of(3) == (1, 3) and found.replica_group_of(3) == (3, 7)
-    assert (
-        found.data_parallel_group_of(3) == (1, 3, 5, 7)
-        and found.full_model_group_of(3) == (0, 1, 2, 3)
-        and found.tp_replica_group_of(3) == (2, 3, 6, 7)
-    )
-    assert found.is_hybrid and not Topology.replicated(2).within([[0, 2], [1, 3]], range(4)).is_hybrid
-    with pytest.raises(SetupError, match="data-parallel groups"):
-        Topology(((0,), (1,), (2,)), data_parallel_groups=2)
-
-
-@pytest.mark.exhaustive
-def test_nothing_is_imported_for_models_without_dtensors():
-    code = (
-        "import sys, torch, torch_shard; torch_shard.shard(torch.nn.Linear(2, 2)); "
-        "print('torch.distributed.tensor' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["False"]
+    assert "strategy: 'hybrid_shard' of parameters that are parallelized" in run_python("-c", code).stdout

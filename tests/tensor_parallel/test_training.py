@@ -9,12 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -24,25 +19,24 @@ from tests.tensor_parallel.harness import (
     Model,
     backward,
     batch,
+    both_backward,
+    loss_of,
     mesh_of,
     optimizer_of,
+    pair_of,
     parallel,
-    plain_backward,
     same,
     trained,
 )
 from torch_shard import shard
+from torch_shard.errors import NonFiniteError
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
     [
         ("full_shard", "sgd"),
-        pytest.param("full_shard", "adamw", marks=pytest.mark.exhaustive),
-        pytest.param("shard_grad_op", "sgd", marks=pytest.mark.exhaustive),
-        pytest.param("shard_optim", "sgd", marks=pytest.mark.exhaustive),
-        *exhaustive(("no_shard", "adamw")),
-        pytest.param("no_shard", "sgd", marks=pytest.mark.exhaustive),
+        *exhaustive(("full_shard", "adamw"), ("shard_grad_op", "sgd"), ("shard_optim", "sgd"), ("no_shard", "adamw")),
     ],
 )
 @ranks(4)
@@ -57,8 +51,7 @@ def test_training_gives_the_numbers_of_the_plain_model(strategy, kind):
     assert [p.shape for p in model.parameters()] == [p.shape for p in oracle.parameters()]
     same(model, oracle)
     for step in range(3):
-        backward(model, mesh, step)
-        plain_backward(oracle, step)
+        both_backward(mesh, model, oracle, step)
         same(model, oracle, grads=True)
         for optimizer in optimizers:
             optimizer.step()
@@ -84,7 +77,7 @@ def test_the_first_data_parallel_ranks_values_count(rank):
     assert not torch.equal(everyone[0], everyone[1])
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(4)
 def test_parameters_on_meta_are_initialised_as_a_plain_models(strategy):
     mesh = mesh_of(2, 2)
@@ -107,9 +100,7 @@ def test_parameters_on_meta_are_initialised_as_a_plain_models(strategy):
 @pytest.mark.exhaustive
 @ranks(4)
 def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    engine = shard(model, mesh=mesh["dp"], single_communicator=True)
+    mesh, model, oracle, engine = pair_of(single_communicator=True)
     assert dist.get_process_group_ranks(engine.shard_group) == dist.get_process_group_ranks(mesh.get_group("dp"))
 
     def hook(group, grad, output):
@@ -119,8 +110,7 @@ def test_a_communication_hook_reduces_over_the_data_parallel_ranks():
         output.copy_(parts[dist.get_rank(group)] / 2)
 
     engine.register_comm_hook(mesh.get_group("dp"), hook)
-    backward(model, mesh, 0)
-    plain_backward(oracle, 0)
+    both_backward(mesh, model, oracle, 0)
     same(model, oracle, grads=True)
 
 
@@ -175,3 +165,69 @@ def test_parts_of_unequal_size(tmp_path):
     same(model, oracle)
     engine.close()
     assert tuple(model[0].weight.to_local().shape) == (3 - mesh["tp"].get_local_rank(), 3)
+
+
+# -- norms, other reductions and clipping are those of the full model ---------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [2.0, *exhaustive(float("inf"), 0.0, 1.0)])
+@ranks(4)
+def test_gradient_norms_are_the_whole_models_on_all_ranks(order):
+    for strategy in ("full_shard", "no_shard"):
+        for clip in ("engine", "torch"):
+            mesh, model, oracle, engine = pair_of(strategy=strategy)
+            both_backward(mesh, model, oracle, 0)
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.5, order)
+            if clip == "engine":
+                norm = engine.clip_grad_norm_(0.5, order)
+            elif order == 0.0:
+                continue  # of ranks' slices, torch would have to be told
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)
+            torch.testing.assert_close(norm, expected, **EXACT)
+            everyone = [torch.empty_like(norm) for _ in range(4)]
+            dist.all_gather(everyone, norm)
+            assert len({float(n) for n in everyone}) == 1
+            same(model, oracle, grads=True)
+
+
+@pytest.mark.exhaustive
+@ranks(4)
+def test_reductions_to_a_number_count_every_element_once():
+    _, model, oracle, _ = pair_of()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+            for reduce in (torch.sum, torch.mean, torch.std, torch.max, torch.Tensor.norm, torch.count_nonzero):
+                torch.testing.assert_close(reduce(p), reduce(q), **EXACT)
+            weights = torch.arange(q.numel(), dtype=DTYPE).view(q.shape)
+            torch.testing.assert_close(p.mul_(weights).full_tensor(), q * weights, **EXACT)
+            p.copy_(weights)
+            assert torch.equal(p.full_tensor(), weights)
+
+
+@pytest.mark.exhaustive
+@ranks(4)
+def test_a_loss_term_on_parameters_themselves():
+    mesh, model, oracle, _ = pair_of()
+    penalty = sum(p.square().sum() for p in model.parameters())
+    (loss_of(model, batch(mesh["dp"].get_local_rank(), 0)) + 0.1 * penalty).backward()
+    (sum(loss_of(oracle, batch(i, 0)) for i in range(2)) / 2).backward()
+    (0.1 * sum(p.square().sum() for p in oracle.parameters())).backward()
+    same(model, oracle, grads=True)
+
+
+@pytest.mark.exhaustive
+@ranks(4)
+def test_one_bad_gradient_element_is_seen_by_all_ranks():
+    mesh = mesh_of(2, 2)
+    model = parallel(mesh)
+    engine = shard(model, mesh=mesh["dp"])
+    backward(model, mesh, 0)
+    bad = torch.zeros(12, 6, dtype=DTYPE)
+    bad[7, 2] = float("nan")  # on one rank of one tensor-parallel half
+    model.blocks[0].up.weight.grad = bad
+    with pytest.raises(NonFiniteError):
+        engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    scale, found = torch.ones(1), torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in model.parameters()], found, scale)
+    assert found.item() == 1.0

@@ -9,22 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.ranks import ranks
 from tests.tensor_parallel.harness import (
     DTYPE,
     EXACT,
-    Model,
     backward,
+    both_backward,
     mesh_of,
     optimizer_of,
-    parallel,
-    plain_backward,
+    pair_of,
     same,
     train,
     trained,
@@ -35,11 +30,8 @@ from torch_shard.errors import ConfigError, NeedsGatherError, UnitStateError
 
 @ranks(4)
 def test_gradients_of_distributed_parameters_are_read_from_copies_and_have_no_views():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    shard(model, mesh=mesh["dp"])
-    backward(model, mesh, 0)
-    plain_backward(oracle, 0)
+    mesh, model, oracle, _ = pair_of()
+    both_backward(mesh, model, oracle, 0)
     for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
         for read in (lambda g: torch.cat([g, g]), lambda g: g.sum(0), lambda g: torch.tensor(g.tolist(), dtype=DTYPE)):
             torch.testing.assert_close(read(p.grad), read(q.grad), **EXACT)
@@ -57,11 +49,8 @@ def test_gradients_of_distributed_parameters_are_read_from_copies_and_have_no_vi
 
 @ranks(4)
 def test_gathered_parameters_are_dtensors_and_edits_are_kept():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    engine = shard(model, mesh=mesh["dp"])
-    backward(model, mesh, 0)
-    plain_backward(oracle, 0)
+    mesh, model, oracle, engine = pair_of()
+    both_backward(mesh, model, oracle, 0)
     with engine.gathered(write=True, grads=True):
         for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
             assert isinstance(p, nn.Parameter)
@@ -92,31 +81,30 @@ def test_gathered_parameters_are_dtensors_and_edits_are_kept():
 @pytest.mark.exhaustive
 @ranks(4)
 def test_a_backward_inside_gathered_is_reduced():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    engine = shard(model, mesh=mesh["dp"], debug=True)
+    mesh, model, oracle, engine = pair_of(debug=True)
     with engine.gathered():
-        backward(model, mesh, 0)
-    plain_backward(oracle, 0)
+        both_backward(mesh, model, oracle, 0)
     same(model, oracle, grads=True)
-    backward(model, mesh, 1)
-    plain_backward(oracle, 1)
+    both_backward(mesh, model, oracle, 1)
     same(model, oracle, grads=True)
 
 
 @pytest.mark.exhaustive
 @ranks(4)
-def test_random_edits_of_gathered_parameters_leave_tensor_parallel_ranks_alike(rank):
-    mesh = mesh_of(2, 2)
-    model = parallel(mesh)
-    engine = shard(model, mesh=mesh["dp"])
+def test_random_edits_of_what_is_gathered_leave_tensor_parallel_ranks_alike(rank):
+    mesh, model, _, engine = pair_of()
+    backward(model, mesh, 0)
     torch.manual_seed(rank)
-    with engine.gathered(model.head, write=True), torch.no_grad():
+    with engine.gathered(write=True, grads=True), torch.no_grad():
         model.head.weight.normal_()
-    own = model.head.weight.full_tensor()
-    everyone = [torch.empty_like(own) for _ in range(4)]
-    dist.all_gather(everyone, own)
-    assert all(torch.equal(other, own) for other in everyone)
+        model.gain.grad.add_(torch.randn(model.gain.shape, dtype=model.gain.dtype))
+        if rank % 2:
+            model.head.bias.grad = None
+    assert model.head.bias.grad is not None
+    for own in (model.head.weight.full_tensor(), model.gain.grad.full_tensor()):
+        everyone = [torch.empty_like(own) for _ in range(4)]
+        dist.all_gather(everyone, own)
+        assert all(torch.equal(other, own) for other in everyone)
 
 
 class Sloped(nn.Module):
@@ -149,30 +137,11 @@ def test_buffers_of_a_tensor_parallel_ranks_own_stay(rank):
     assert torch.equal(model.slopes, own)
 
 
-@pytest.mark.exhaustive
-@ranks(4)
-def test_edits_of_gradients_in_gathered_leave_tensor_parallel_ranks_alike(rank):
-    mesh = mesh_of(2, 2)
-    model = parallel(mesh)
-    engine = shard(model, mesh=mesh["dp"])
-    backward(model, mesh, 0)
-    torch.manual_seed(rank)
-    with engine.gathered(write=True, grads=True), torch.no_grad():
-        model.gain.grad.add_(torch.randn(model.gain.shape, dtype=model.gain.dtype))
-        if rank % 2:
-            model.head.bias.grad = None
-    assert model.head.bias.grad is not None
-    grads = [torch.empty_like(model.gain.grad.full_tensor()) for _ in range(4)]
-    dist.all_gather(grads, model.gain.grad.full_tensor())
-    assert all(torch.equal(grad, grads[0]) for grad in grads)
-
-
 @ranks(4)
 def test_close_gives_dtensors_back():
     mesh = mesh_of(2, 2)
     engine, model, oracle, optimizers = trained(mesh)
-    backward(model, mesh, 5)
-    plain_backward(oracle, 5)
+    both_backward(mesh, model, oracle, 5)
     engine.close(optimizers[0])
     for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
         found, grad = (
@@ -208,9 +177,7 @@ def test_a_copy_trains_by_itself():
 
 @ranks(4)
 def test_edits_inside_a_forward_and_views_outside_one():
-    mesh = mesh_of(2, 2)
-    model, oracle = parallel(mesh), Model()
-    shard(model, mesh=mesh["dp"])
+    mesh, model, oracle, _ = pair_of()
 
     def clamp(module, _):
         with torch.no_grad():
@@ -218,8 +185,7 @@ def test_edits_inside_a_forward_and_views_outside_one():
 
     for m in (model, oracle):
         m.blocks[1].up.register_forward_pre_hook(clamp)
-    backward(model, mesh, 0)
-    plain_backward(oracle, 0)
+    both_backward(mesh, model, oracle, 0)
     same(model, oracle)
     same(model, oracle, grads=True)
     rows = model.blocks[0].up.weight.t()  # of memory that is released at once
