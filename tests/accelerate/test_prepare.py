@@ -2,54 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
 
-import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.support.accelerators import (
-    FEATURES,
-    OURS,
-    STOCK,
-    Layer,
-    Result,
-    accelerator,
-    assert_same,
-    dataset,
-    engine_of,
-    full_parameters,
-    loader,
-    loss_of,
-    net,
-    sgd,
-)
+from tests.accelerate.support.accelerators import BOTH, OURS, STOCK, accelerator, engine_of
+from tests.accelerate.support.models import FEATURES, Layer, loader, net, sgd
+from tests.accelerate.support.training import assert_same, steps
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
-from torch_shard import Engine
 from torch_shard.errors import SetupError, ShardError
-
-
-def steps(acc, model, optimizer, data, scheduler=None):
-    """One epoch; what :func:`train` returns."""
-    result = Result()
-    for batch in data:
-        value = loss_of(model, batch)
-        acc.backward(value)
-        result.norms.append(float(acc.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
-        result.losses.append(value.item())
-    result.parameters = full_parameters(acc.unwrap_model(model))
-    return result
 
 
 def objects():
@@ -60,11 +29,6 @@ def objects():
 
 def model_first(acc, model, optimizer, data, scheduler):
     return acc.prepare(model, optimizer, data, scheduler)
-
-
-def scheduler_first(acc, model, optimizer, data, scheduler):
-    scheduler, data, optimizer, model = acc.prepare(scheduler, data, optimizer, model)
-    return model, optimizer, data, scheduler
 
 
 def one_by_one(acc, model, optimizer, data, scheduler):
@@ -85,9 +49,7 @@ def twice(acc, *given):
     return acc.prepare(*acc.prepare(*given))
 
 
-@pytest.mark.parametrize(
-    "way", [model_first, *exhaustive(scheduler_first, one_by_one), optimizer_after, *exhaustive(twice)]
-)
+@pytest.mark.parametrize("way", [one_by_one, optimizer_after, *exhaustive(twice)])
 @ranks(2)
 def test_every_order_trains_as_ddp_does(way):
     results = []
@@ -101,45 +63,29 @@ def test_every_order_trains_as_ddp_does(way):
 
 
 @ranks(2)
-def test_prepare_returns_the_same_model_and_a_model_prepared_again_is_left_as_it_is():
+def test_prepare_returns_the_same_model_shards_it_once_and_again_after_its_engine_was_closed():
     with accelerator() as acc:
         model = net()
         prepared = acc.prepare(model)
         assert prepared is model and acc.unwrap_model(prepared) is model
         engine = engine_of(model)
         assert acc.prepare(model) is model and engine_of(model) is engine and acc._models == [model]
-
-
-@ranks(2)
-def test_a_model_that_is_only_evaluated_is_sharded_and_right():
-    x = torch.randn(3, FEATURES)
-    for frozen, options in ((False, {"evaluation_mode": True}), (True, {})):
-        with accelerator() as acc:
-            model = net().eval()
-            if frozen:
-                model.requires_grad_(False)
-            with torch.no_grad():
-                wanted = model(x)
-            prepared = acc.prepare_model(model, **options)
-            with torch.no_grad():
-                torch.testing.assert_close(prepared(x), wanted)
-            total = sum(p.numel() for p in model.parameters()) * 4
-            assert engine_of(prepared).memory_summary()["parameters"] < 0.6 * total
-
-
-@ranks(2)
-def test_a_model_that_was_given_back_by_its_engine_can_be_prepared_again():
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        engine_of(model).close()
-        assert engine_of_or_none(model) is None
+        engine.close()
         acc.free_memory()
-        prepared = acc.prepare(model)
-        assert engine_of(prepared) is not None and acc._models == [model]
+        assert acc.prepare(model) is model and engine_of(model) is not engine and acc._models == [model]
 
 
-def engine_of_or_none(model: nn.Module) -> Engine | None:
-    return torch_shard.engine_of(model)
+@pytest.mark.parametrize("frozen", [False, True])
+@ranks(2)
+def test_a_model_that_is_only_evaluated_is_sharded_and_right(frozen):
+    x = torch.randn(3, FEATURES)
+    with accelerator() as acc, torch.no_grad():
+        model = net().eval().requires_grad_(not frozen)
+        wanted = model(x)
+        prepared = acc.prepare_model(model, evaluation_mode=not frozen)
+        torch.testing.assert_close(prepared(x), wanted)
+        total = sum(p.numel() for p in model.parameters()) * 4
+        assert engine_of(prepared).memory_summary()["parameters"] < 0.6 * total
 
 
 # -- a prepare that fails ---------------------------------------------------------------------------------------------
@@ -154,12 +100,11 @@ class Sparse(nn.Module):
         return self.weight @ x
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", *exhaustive("bf16")])
 @ranks(2)
-def test_after_a_prepare_that_fails_nothing_counts_as_prepared_and_all_can_be_prepared_again(mixed_precision):
+def test_after_a_prepare_that_fails_nothing_counts_as_prepared_and_all_can_be_prepared_again():
     results = []
     for fails in (False, True):
-        with accelerator(mixed_precision=mixed_precision) as acc:
+        with accelerator(mixed_precision="bf16") as acc:
             model, optimizer, data, scheduler = objects()
             if fails:
                 with pytest.raises(ShardError, match=r"sparse|layout"):
@@ -171,67 +116,27 @@ def test_after_a_prepare_that_fails_nothing_counts_as_prepared_and_all_can_be_pr
     assert_same(results[1], results[0])
 
 
-class Faulty(DataLoader):
-    """A loader of the user's with a mistake, which ``prepare`` comes upon after the models."""
-
-    error: Exception | None = AttributeError("no such thing")
-
-    @property
-    def batch_sampler(self):
-        if self.error is not None and "_ready" in self.__dict__:
-            raise self.error
-        return self.__dict__["_sampler"]
-
-    @batch_sampler.setter
-    def batch_sampler(self, value):
-        self.__dict__["_sampler"] = value
-
-
-def faulty(error: Exception) -> DataLoader:
-    found = Faulty(dataset(8), batch_size=4)
-    found.error = error
-    found._ready = True
-    return found
-
-
-class Saves(nn.Module):
-    """A model with a method of a library that sharding replaces, and layers that repeat."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def save_pretrained(self, folder: str) -> None:
-        """As transformers has it."""
-
-
-def is_whole_and_prepared(model: Saves) -> bool:
-    """Whether everything that belongs to a sharded model is there."""
-    return "save_pretrained" in model.__dict__ and all("forward" in layer.__dict__ for layer in model.net.layers)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @ranks(2)
-def test_a_prepare_that_fails_on_one_rank_leaves_a_model_to_prepare_again(rank, error):
+def test_a_prepare_that_fails_on_one_rank_leaves_a_model_to_prepare_again(rank, error, monkeypatch):
+    def mistaken(*args, **kwargs):
+        raise error("a mistake")
+
     plugin = ShardPlugin(activation_checkpointing=[Layer])
     with accelerator(OURS, shard_plugin=plugin, mixed_precision="bf16") as acc:
-        model = Saves()
-        if rank == 1:
-            with pytest.raises(error, match="mistake"):
-                acc.prepare(model, faulty(error("a mistake")))
-            assert not acc._models
-        else:
-            acc.prepare(model, loader())
-        model, optimizer, data = acc.prepare(model, sgd(model.parameters()), loader())
-        assert is_whole_and_prepared(model) and engine_of(model) is not None
-        for batch in data:
-            acc.backward(loss_of(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+        model = net()
+        with monkeypatch.context() as patched:
+            if rank == 1:
+                patched.setattr(acc, "prepare_data_loader", mistaken)  # comes after models
+                with pytest.raises(error, match="mistake"):
+                    acc.prepare(model, loader())
+                assert not acc._models
+            else:
+                acc.prepare(model, loader())
+        prepared = acc.prepare(model, sgd(model.parameters()), loader())
+        assert engine_of(model) is not None and all("forward" in layer.__dict__ for layer in model.layers)
+        steps(acc, *prepared)
 
 
 @ranks(2)
@@ -242,16 +147,6 @@ def test_models_that_share_a_module_are_refused_with_what_to_do():
         with pytest.raises(SetupError, match=r"embed\.weight is already sharded.*put both into one nn\.Module"):
             acc.prepare(first, second)
         assert not acc._models
-
-
-@ranks(2)
-def test_a_compiler_that_does_not_exist_leaves_nothing_half_done():
-    with accelerator(dynamo_backend="inductor") as acc:
-        acc.state.dynamo_plugin.mode = "no such mode"
-        model = net()
-        with pytest.raises(RuntimeError):
-            acc.prepare(model)
-        assert not acc._models and "_is_accelerate_prepared" not in model.__dict__
 
 
 # -- several Accelerators ---------------------------------------------------------------------------------------------
@@ -270,14 +165,13 @@ def test_a_later_accelerator_without_settings_has_those_of_the_first():
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("method", ["free_memory", *exhaustive("clear")])
 @ranks(2)
-def test_models_that_were_freed_are_gone(method):
+def test_models_that_were_freed_are_gone():
     with accelerator(mixed_precision="bf16") as acc:
         model, optimizer, data, scheduler = acc.prepare(*objects())
         steps(acc, model, optimizer, data, scheduler)
         gone = [weakref.ref(engine_of(model)), weakref.ref(model), weakref.ref(optimizer)]
-        model, optimizer, data, scheduler = getattr(acc, method)(model, optimizer, data, scheduler)
+        model, optimizer, data, scheduler = acc.free_memory(model, optimizer, data, scheduler)
         gc.collect()
         assert [ref() for ref in gone] == [None, None, None]
         assert acc.step == 0 and not acc._models
@@ -302,9 +196,48 @@ def test_without_a_launcher_it_works_as_one_rank():
     assert not dist.is_initialized()
     results = []
     for kind in (STOCK, OURS):
-        with contextlib.ExitStack() as stack:
-            acc = stack.enter_context(accelerator(kind))
+        with accelerator(kind) as acc:
             assert acc.num_processes == 1
             model, optimizer, data, scheduler = acc.prepare(*objects())
             results.append(steps(acc, model, optimizer, data, scheduler))
     assert_same(results[1], results[0])
+
+
+# -- what Accelerate does beside preparing is unchanged ---------------------------------------------------------------
+@ranks(2)
+def test_gather_for_metrics_gives_each_example_once():
+    """Before training, and with a last batch that is not full."""
+    results = []
+    for kind in BOTH:
+        with accelerator(kind) as acc:
+            model, data = acc.prepare(net().eval(), loader(21))
+            with torch.no_grad():
+                gathered = [acc.gather_for_metrics((model(x), y)) for x, y in data]
+            results.append([torch.cat(parts) for parts in zip(*gathered, strict=True)])
+    assert len(results[1][1]) == 21
+    torch.testing.assert_close(results[1], results[0])
+
+
+@ranks(2)
+def test_the_accelerator_copies_as_itself_and_pickles_as_stock_does():
+    for kind in BOTH:
+        with accelerator(kind) as acc:
+            assert copy.deepcopy(acc) is acc
+            again = pickle.loads(pickle.dumps(acc))
+            assert type(again) is kind and again.num_processes == 2
+            if kind is OURS:
+                assert again.shard_plugin == acc.shard_plugin
+
+
+@ranks(2)
+def test_unwrap_model_takes_the_mixed_precision_off_as_stock_does():
+    for kind in BOTH:
+        with accelerator(kind, mixed_precision="bf16") as acc:
+            model = net()
+            plain_forward = model.forward.__func__
+            prepared = acc.prepare(model)
+            assert acc.unwrap_model(prepared) is model
+            assert model.forward.__func__ is not plain_forward
+            assert acc.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+            assert model.forward.__func__ is plain_forward
+            assert model(torch.ones(2, FEATURES)).dtype == torch.float32

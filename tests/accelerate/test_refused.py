@@ -15,16 +15,8 @@ from torch import nn
 import torch_shard
 from accelerate_shard import ShardConfig, ShardPlugin
 from accelerate_shard.settings.from_ddp_kwargs import config_with
-from tests.accelerate.support.accelerators import (
-    OURS,
-    STOCK,
-    accelerator,
-    clean_state,
-    engine_of,
-    full_parameters,
-    net,
-    sgd,
-)
+from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, clean_state, engine_of
+from tests.accelerate.support.models import net, sgd
 from tests.support.logs import captured_log
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
@@ -62,21 +54,13 @@ def test_other_engines_are_refused_by_name(name, value, says):
 
 
 @pytest.mark.parametrize(
-    "variable", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"]
-)
-def test_a_launch_configuration_for_another_engine_is_refused_by_name(variable, monkeypatch):
-    monkeypatch.setenv(variable, "true")
-    with clean_state(), pytest.raises(ConfigError, match=variable):
-        OURS(cpu=True)
-
-
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"strategy": "zero3"}, "strategy"),
         ({"layer_classes": "GPT2Block"}, "layer_classes"),
         ({"layer_classes": ["Layer"], "units": [Layer := nn.Linear]}, "layer_classes and units"),
         ({"activation_checkpointing": "Layer"}, "activation_checkpointing"),
+        ({"activation_offload": "Layer"}, "^activation_offload must be"),
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "state_dict_type"),
         ({"state_dict_type": "full", "async_save": True}, "async_save"),
         ({"defer_gradient_sync": 1}, "defer_gradient_sync"),
@@ -87,27 +71,15 @@ def test_a_wrong_value_of_a_field_names_the_field(options, says):
         ShardPlugin(**options)
 
 
-def test_an_unknown_field_is_an_error_of_python():
-    with pytest.raises(TypeError, match="sharding_strategy"):
-        ShardPlugin(sharding_strategy="FULL_SHARD")
-    with clean_state(), pytest.raises(TypeError, match="shard_plugins"):
-        OURS(cpu=True, shard_plugins=ShardPlugin())
-
-
-def test_a_shard_config_is_taken_as_a_plugin():
-    with accelerator(shard_plugin=ShardConfig(strategy="shard_optim")) as acc:
-        assert acc.shard_plugin == ShardPlugin(strategy="shard_optim")
-
-
 # -- models -----------------------------------------------------------------------------------------------------------
-def not_prepared(model: nn.Module, match: str, *, error: type[Exception] = ConfigError, **options) -> None:
+def not_prepared(model: nn.Module, match: str) -> None:
     """prepare() raises, alone and with others, and nothing has changed."""
-    with accelerator(**options) as acc:
+    with accelerator() as acc:
         other, optimizer = net(), sgd(net().parameters())
         for objects in ((model,), (other, optimizer, model)):
-            with pytest.raises(error, match=match):
+            with pytest.raises(ConfigError, match=match):
                 acc.prepare(*objects)
-            with pytest.raises(error, match=match):
+            with pytest.raises(ConfigError, match=match):
                 acc.prepare_model(model)
         assert not acc._models and not acc._optimizers
         assert torch_shard.engine_of(other) is None
@@ -123,13 +95,6 @@ def test_models_in_wrappers_of_others_are_refused_and_these_named():
     not_prepared(inside, r"module 'layers\.1' of the model is wrapped in DistributedDataParallel")
     not_prepared(FullyShardedDataParallel(net(), device_id=torch.device("cpu")), "FullyShardedDataParallel already")
     not_prepared(fully_shard(net()), "fully_shard")
-    with accelerator(STOCK) as acc:
-        wrapped = acc.prepare(net())
-    not_prepared(wrapped, "DistributedDataParallel already")
-
-
-@ranks(2)
-def test_a_model_that_was_sharded_by_other_means_is_refused():
     model = net()
     torch_shard.shard(model)
     not_prepared(model, "sharded already")
@@ -149,31 +114,27 @@ def test_a_model_of_an_accelerator_with_another_plugin_is_refused():
 
 
 @ranks(2)
-def test_models_with_a_device_map_are_refused():
-    model = net()
-    model.hf_device_map = {"embed": "cpu", "layers": "disk"}
-    not_prepared(model, "device_map")
+def test_models_with_a_device_map_over_several_devices_are_refused():
     model = nn.Sequential(net())
-    model[0].hf_device_map = {"embed": 0, "layers": 1}
+    model[0].hf_device_map = {"embed": "cpu", "layers": "disk"}
     not_prepared(model, r"Sequential\.0.*device_map")
-    model = net()
-    model.hf_device_map = {"": "cpu"}  # all of it, here
+    model[0].hf_device_map = {"": "cpu"}  # all of it, here
     with accelerator() as acc:
         assert engine_of(acc.prepare(model))
 
 
+@pytest.mark.parametrize("method", ["prepare", "prepare_model"])
 @ranks(2)
-def test_a_model_that_one_rank_alone_refuses_is_an_error_on_all_at_once(rank):
-    for method in ("prepare", "prepare_model"):
-        with accelerator() as acc:
-            model = net()
-            if rank == 1:
-                model.hf_device_map = {"embed": "cpu", "layers": "disk"}
-            with pytest.raises(ConfigError, match="device_map" if rank == 1 else r"rank 1 failed: .*device_map"):
-                getattr(acc, method)(model)
-            assert not acc._models and torch_shard.engine_of(model) is None
-            model.__dict__.pop("hf_device_map", None)
-            assert engine_of(getattr(acc, method)(model))
+def test_a_model_that_one_rank_alone_refuses_is_an_error_on_all_at_once(method, rank):
+    with accelerator() as acc:
+        model = net()
+        if rank == 1:
+            model.hf_device_map = {"embed": "cpu", "layers": "disk"}
+        with pytest.raises(ConfigError, match="device_map" if rank == 1 else r"rank 1 failed: .*device_map"):
+            getattr(acc, method)(model)
+        assert not acc._models and torch_shard.engine_of(model) is None
+        model.__dict__.pop("hf_device_map", None)
+        assert engine_of(getattr(acc, method)(model))
 
 
 def test_settings_of_ddps_hooks_that_do_nothing_are_named():
@@ -205,13 +166,11 @@ def test_lomo_optimizers_are_refused_by_name(monkeypatch):
 def test_local_sgd_is_refused_before_it_begins():
     with accelerator() as acc:
         model = acc.prepare(net())
-        before = full_parameters(model)
         with pytest.raises(ConfigError, match=r"LocalSGD.*enabled=False"), LocalSGD(acc, model, 2):
             raise AssertionError
         with LocalSGD(acc, model, 2, enabled=False) as local:
             local.step()
-        assert all(torch.equal(p, before[n]) for n, p in full_parameters(model).items())
-    with accelerator(STOCK) as acc:
+    with accelerator(STOCK) as acc:  # which goes on working
         model = acc.prepare(net())
         with LocalSGD(acc, model, 1) as local:
             local.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from accelerate_shard.cli.config import QUESTIONS
 from accelerate_shard.cli.show import effective
 from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.launching import FSDP2, write_yaml
-from tests.support.marks import exhaustive
 from torch_shard import Offload
 
 CPU = ("--yes", "--cpu", "yes")
@@ -37,28 +35,35 @@ def test_defaults_give_a_yaml_that_accelerate_reads_and_the_default_plugin(tmp_p
     assert effective("accelerate_shard.yaml") == ShardPlugin(fp32_masters=True)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim"), "hybrid_shard", *exhaustive("no_shard")]
-)
-def test_every_answer_comes_back_from_the_file(strategy: str) -> None:
-    every = itertools.product(("no", "bf16"), ("sharded", "full"), ("yes", "no"), ("", "Block,Head"))
-    for precision, form, again, classes in every:
-        options = {
-            "strategy": strategy, "mixed_precision": precision, "state_dict_type": form, "activation_checkpointing": again,
-            "layer_classes": classes, "num_processes": "3", "fp32_masters": again, "activation_offload": again,
-        }  # fmt: skip
-        flags = [word for name, value in options.items() for word in (f"--{name}", value)]
-        assert main(["config", *CPU, "--force", "--config_file", "c.yaml", *flags]) == 0
-        assert effective("c.yaml") == ShardPlugin(
-            strategy=strategy,  # type: ignore[arg-type]
-            layer_classes=() if not classes else ("Block", "Head"),
-            state_dict_type=form,  # type: ignore[arg-type]
-            activation_checkpointing=again == "yes",
-            activation_offload=again == "yes",
-            fp32_masters=again == "yes",
-        )
-        contents = yaml.safe_load(Path("c.yaml").read_text(encoding="utf-8"))
-        assert contents["num_processes"] == 3 and contents["mixed_precision"] == precision
+ANSWERS: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({"strategy": "hybrid_shard", "state_dict_type": "full"}, {"strategy": "hybrid_shard", "state_dict_type": "full"}),
+    (
+        {"layer_classes": "Block,Head", "fp32_masters": "no"},
+        {"layer_classes": ("Block", "Head"), "fp32_masters": False},
+    ),
+    ({"activation_checkpointing": "yes"}, {"activation_checkpointing": True}),
+    (
+        {"activation_checkpointing": "yes", "activation_offload": "yes"},
+        {"activation_checkpointing": True, "activation_offload": True},
+    ),
+    ({"offload": "cpu"}, {"offload": Offload()}),
+    ({"offload": "params=false"}, {"offload": Offload(params=False)}),
+    ({"offload": "nvme=/x,pin_memory=false"}, {"offload": Offload(nvme="/x", pin_memory=False)}),
+]
+
+
+@pytest.mark.parametrize(("answers", "wanted"), ANSWERS, ids=str)
+def test_every_answer_comes_back_from_the_file(answers: dict[str, str], wanted: dict[str, Any]) -> None:
+    options = {"mixed_precision": "bf16", "num_processes": "3", **answers}
+    flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+    assert main(["config", *CPU, "--config_file", "c.yaml", *flags]) == 0
+    assert effective("c.yaml") == ShardPlugin(**{"fp32_masters": True, **wanted})
+    contents = yaml.safe_load(Path("c.yaml").read_text(encoding="utf-8"))
+    assert contents["num_processes"] == 3 and contents["mixed_precision"] == "bf16"
+    # FSDP's words where there are some, and ours for the rest.
+    offload, section = answers.get("offload"), contents["fsdp_config"]
+    assert section["fsdp_offload_params"] is (offload == "cpu")
+    assert ("shard_offload" in section) is (offload not in (None, "cpu"))
 
 
 def test_questions_are_asked_again_until_the_answer_is_one(
@@ -114,9 +119,10 @@ def test_a_file_is_not_replaced_unasked_nor_when_nobody_answers(
 def test_env_shows_versions_and_what_a_configuration_comes_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_yaml(tmp_path, {**FSDP2, "fsdp_reshard_after_forward": False, "shard_prefetch": 4})
-    assert main(["env", "--config_file", str(path)]) == 0
+    keys = {"fsdp_reshard_after_forward": False, "shard_prefetch": 4, "shard_offload": {"params": False, "nvme": "/x"}}
+    assert main(["env", "--config_file", str(write_yaml(tmp_path, {**FSDP2, **keys}))]) == 0
     shown = capsys.readouterr().out
+    assert f"* offload                   {Offload(params=False, nvme='/x')!r}" in shown
     assert "accelerate " in shown and "* strategy                  'shard_grad_op'" in shown
     assert "* prefetch                  4" in shown and "  timeout " in shown
 
@@ -128,7 +134,6 @@ def test_env_shows_versions_and_what_a_configuration_comes_to(
         ({"fsdp_offload_params": "mostly"}, {}, "FSDP_OFFLOAD_PARAMS"),
         ({}, {"unknown": 1}, "unknown"),
         ({}, {"distributed_type": "DEEPSPEED"}, "DEEPSPEED"),
-        ({}, {"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM"),
         ({}, {"parallelism_config": {"parallelism_config_tp_size": 2}}, "PARALLELISM"),
     ],
     ids=str,

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
-from accelerate_shard import ShardPlugin
-from tests.accelerate.support.accelerators import BOTH, OURS, accelerator, loader, loss_of, net, sgd
+from tests.accelerate.support.accelerators import BOTH, OURS, accelerator
+from tests.accelerate.support.models import loader, loss_of, net, sgd
+from tests.accelerate.support.training import assert_same, steps
 from tests.support.ranks import ranks
-from torch_shard.errors import ConfigError, MissingRankError
+from torch_shard.errors import ConfigError
 
 UNEVEN = {"dataloader_config": DataLoaderConfiguration(even_batches=False)}
 
 
 @ranks(2)
 def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_before_it_begins():
-    with accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
+    with accelerator(**UNEVEN) as acc:
         model, data, even = acc.prepare(net(), loader(20), loader(24))  # 3 batches and 2; 3 and 3
         hooks = len(model._forward_pre_hooks)
         for used in (data, acc.skip_first_batches(data, 1)):
             with acc.join_uneven_inputs([model]):
                 for batch in even:  # nobody goes on alone here
                     acc.backward(loss_of(model, batch))
-            with (
-                pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
-                acc.join_uneven_inputs([model]),
-            ):
+            with pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"), acc.join_uneven_inputs([model]):
                 for batch in used:
                     loss_of(model, batch)
                     raise AssertionError
@@ -39,20 +36,12 @@ def test_training_with_different_numbers_of_batches_is_refused_on_all_ranks_befo
 def test_training_over_an_even_loader_is_not_disturbed_by_an_uneven_one():
     results = []
     for kind in BOTH:
-        with accelerator(kind, dataloader_config=DataLoaderConfiguration(even_batches=False)) as acc:
+        with accelerator(kind, **UNEVEN) as acc:
             model = net()
             model, optimizer, data, _ = acc.prepare(model, sgd(model.parameters()), loader(24), loader(20))
-            losses = []
             with acc.join_uneven_inputs([model]):
-                for batch in data:
-                    loss = loss_of(model, batch)
-                    acc.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    losses.append(loss.item())
-        results.append(losses)
-    assert len(results[0]) == 3
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=0)
+                results.append(steps(acc, model, optimizer, data))
+    assert_same(results[1], results[0])
 
 
 @pytest.mark.exhaustive
@@ -62,10 +51,7 @@ def test_training_where_a_rank_has_no_batch_at_all_is_an_error_on_every_rank(ran
         model, data, even = acc.prepare(net(), loader(4), loader(16))
         assert len(data) == (1 if rank == 0 else 0)
         for _ in range(2):
-            with (
-                pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"),
-                acc.join_uneven_inputs([model]),
-            ):
+            with pytest.raises(ConfigError, match=r"join_uneven_inputs.*even_batches"), acc.join_uneven_inputs([model]):
                 for batch in data:
                     acc.backward(loss_of(model, batch))
         with acc.join_uneven_inputs([model]):  # what is not iterated over does not count
@@ -118,19 +104,3 @@ def test_join_uneven_inputs_sets_even_batches_inside_where_stock_does(rank):
             model, data = on_cpu.prepare(net(), loader(20))
             with on_cpu.join_uneven_inputs([model], even_batches=False):
                 assert len([on_cpu.backward(loss_of(model, batch)) for batch in data]) == 3
-
-
-@pytest.mark.exhaustive
-@ranks(2, fresh=True)
-def test_without_it_the_rank_that_goes_on_alone_gets_an_error_and_not_a_hang():
-    with accelerator(shard_plugin=ShardPlugin(timeout=3.0), **UNEVEN) as acc:
-        model, data = acc.prepare(net(), loader(20))
-        model.eval()
-        with torch.no_grad():
-            if dist.get_rank() == 0:
-                with pytest.raises(MissingRankError):
-                    for x, _ in data:
-                        model(x)
-            else:
-                for x, _ in data:
-                    model(x)

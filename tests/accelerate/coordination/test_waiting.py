@@ -12,8 +12,10 @@ from torch import nn
 
 import torch_shard
 from accelerate_shard import ShardPlugin
-from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of, loader, loss_of, net, sgd
+from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of
+from tests.accelerate.support.models import loader, loss_of, net, sgd
 from tests.support.logs import captured_log
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardConfig
 from torch_shard.comm import rendezvous, watchdog
@@ -23,8 +25,8 @@ from torch_shard.errors import ConfigError, DivergenceError, MissingRankError
 CPU = torch.device("cpu")
 
 
-def timeout_of(acc, model=None) -> float:
-    return engine_of(acc.prepare(net() if model is None else model)).config.timeout
+def timeout_of(acc) -> float:
+    return engine_of(acc.prepare(net())).config.timeout
 
 
 # -- which timeout --------------------------------------------------------------------------------------------------------
@@ -50,13 +52,9 @@ def test_the_engines_own_groups_wait_longer_than_the_engine():
             assert group._get_backend(CPU).options._timeout == timedelta(seconds=4060)
 
 
-def test_without_a_process_group_it_is_torchs_default():
-    assert group_timeout(CPU) == 1800
+def test_without_a_process_group_it_is_torchs_default_and_what_is_no_time_is_refused():
     with accelerator() as acc:
-        assert timeout_of(acc) == 1800
-
-
-def test_a_timeout_that_is_no_time_is_refused():
+        assert timeout_of(acc) == group_timeout(CPU) == 1800
     for value in (0, -1.0, "30", float("inf"), True):
         with pytest.raises(ConfigError, match="timeout"):
             ShardPlugin(timeout=value)
@@ -91,8 +89,8 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
 
 
 @pytest.mark.exhaustive
-@ranks(2)
-def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
+@ranks(2, fresh=True)
+def test_wait_for_everyone_waits_for_longer_than_a_short_timeout_which_counts_again_afterwards(rank):
     with accelerator() as acc:
         model = acc.prepare(net())
         engine_of(model)._runtime.collectives.watchdog.timeout = 1.0  # set-up may take longer
@@ -100,14 +98,6 @@ def test_wait_for_everyone_waits_for_longer_than_a_short_timeout(rank):
             time.sleep(2.5)
         acc.wait_for_everyone()
         loss_of(model, next(iter(loader()))).backward()
-
-
-@pytest.mark.exhaustive
-@ranks(2, fresh=True)
-def test_after_wait_for_everyone_the_engines_own_timeout_counts_again(rank):
-    with accelerator() as acc:
-        model = acc.prepare(net())
-        engine_of(model)._runtime.collectives.watchdog.timeout = 1.0  # set-up may take longer
         acc.wait_for_everyone()
         if rank == 0:
             time.sleep(2)
@@ -116,30 +106,51 @@ def test_after_wait_for_everyone_the_engines_own_timeout_counts_again(rank):
 
 
 # -- ranks that do different things ---------------------------------------------------------------------------------------
+CALLS = {
+    "save_state": lambda acc, model, folder: acc.save_state(folder),
+    "load_state": lambda acc, model, folder: acc.load_state(folder),
+    "get_state_dict": lambda acc, model, folder: acc.get_state_dict(model),
+    "save_model": lambda acc, model, folder: acc.save_model(model, folder),
+    "forward": lambda acc, model, folder: model(torch.ones(2, 12)),
+    "clip": lambda acc, model, folder: acc.clip_grad_norm_(model.parameters(), 1.0),
+    "wait_for_everyone": lambda acc, model, folder: acc.wait_for_everyone(),
+}
+
+
 @pytest.mark.parametrize(
-    "what",
+    ("alone", "others"),
     [
-        "save_state",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("get_state_dict", "forward", "clip")),
+        ("save_state", "wait_for_everyone"),
+        ("load_state", "forward"),
+        *exhaustive(
+            ("get_state_dict", "wait_for_everyone"),
+            ("forward", "wait_for_everyone"),
+            ("clip", "wait_for_everyone"),
+            ("save_state", "forward"),
+            ("save_model", "forward"),
+        ),
     ],
 )
 @ranks(2, fresh=True)
-def test_something_collective_on_the_main_process_alone_is_an_error_at_once(what, tmp_path):
+def test_something_collective_on_the_main_process_alone_is_an_error_at_once_that_changes_no_file(
+    alone, others, tmp_path
+):
     with accelerator() as acc:
         model, _ = acc.prepare(net(), sgd(net().parameters()))
+        acc.save_state(tmp_path / "state")
+        before = listed(tmp_path)
         begin = time.monotonic()
-        with pytest.raises(DivergenceError, match=r"wait_for_everyone.*test_waiting\.py") as caught:
-            if acc.is_main_process:
-                if what == "save_state":
-                    acc.save_state(tmp_path / "state")
-                elif what == "get_state_dict":
-                    acc.get_state_dict(model)
-                elif what == "forward":
-                    model(torch.ones(2, 12))
-                else:
-                    acc.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(DivergenceError, match=r"(?s)rank 0.*test_waiting\.py.*rank 1.*test_waiting\.py") as caught:
+            CALLS[alone if acc.is_main_process else others](acc, model, tmp_path / "state")
             acc.wait_for_everyone()
         assert time.monotonic() - begin < 8 and str(caught.value).count("tests/accelerate/") == 2
+        for name in (alone, others):
+            assert name in ("forward", "clip") or name in str(caught.value)
+        assert listed(tmp_path) == before
+
+
+def listed(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
 class Waits(nn.Module):
@@ -170,10 +181,6 @@ def test_wait_for_everyone_is_a_barrier_wherever_stock_allows_one(rank):
             with pytest.raises(RuntimeError, match="shape"):
                 model(torch.ones(2, 3))
             acc.wait_for_everyone()
-            if rank == 0:
-                acc.wait_for_everyone()
-            else:
-                acc.wait_for_everyone()
             engine = torch_shard.engine_of(model)
             if engine is not None:
                 engine.close(optimizer.optimizer)

@@ -39,35 +39,28 @@ def write(folder: Path, section: dict[str, Any], **top: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("said", "strategy", "offload"),
     [
-        ({}, ("shard_grad_op", None)),
-        ({"zero_stage": 0}, ("no_shard", None)),
-        ({"zero_stage": "1", "offload_optimizer_device": "none"}, ("shard_optim", None)),
-        ({"zero_stage": 2, "offload_optimizer_device": "cpu"}, ("shard_grad_op", Offload(params=False))),
-        ({"zero_stage": 3, "offload_param_device": "cpu"}, ("full_shard", Offload())),
-        (
-            {"zero_stage": 3, "offload_param_device": "CPU", "offload_optimizer_device": "cpu"},
-            ("full_shard", Offload()),
-        ),
-        (ZERO3, ("full_shard", Offload(nvme="/nvme"))),
-        (
-            {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/a"},
-            ("shard_grad_op", Offload(params=False, nvme="/a")),
-        ),
+        ({}, "shard_grad_op", None),
+        ({"zero_stage": 0}, "no_shard", None),
+        ({"zero_stage": "1", "offload_optimizer_device": "none"}, "shard_optim", None),
+        ({"zero_stage": 2, "offload_optimizer_device": "cpu"}, "shard_grad_op", Offload(params=False)),
+        ({"zero_stage": 3, "offload_param_device": "CPU", "offload_optimizer_device": "cpu"}, "full_shard", Offload()),
+        (ZERO3, "full_shard", Offload(nvme="/nvme")),
+        ({**ZERO3, "zero_stage": 2, "offload_param_device": "none"}, "shard_grad_op", Offload(params=False, nvme="/nvme")),
         (
             {"offload_param_device": "nvme", "offload_param_nvme_path": "/b"},
-            ("shard_grad_op", Offload(nvme="/b", nvme_params=True)),
+            "shard_grad_op", Offload(nvme="/b", nvme_params=True),
         ),
         (
             {**ZERO3, "offload_param_device": "nvme", "offload_param_nvme_path": "/b"},
-            ("full_shard", Offload(nvme="/nvme", nvme_params=True)),
+            "full_shard", Offload(nvme="/nvme", nvme_params=True),
         ),
     ],
     ids=str,
-)
-def test_stages_and_devices_have_settings_here(said: dict[str, Any], wanted: Any) -> None:
-    assert fields_of(said) == dict(zip(("strategy", "offload"), wanted, strict=True))
+)  # fmt: skip
+def test_stages_and_devices_have_settings_here(said: dict[str, Any], strategy: str, offload: Any) -> None:
+    assert fields_of(said) == {"strategy": strategy, "offload": offload}
 
 
 @pytest.mark.parametrize(
@@ -106,27 +99,20 @@ def test_the_refusal_of_a_launch_names_the_command_that_translates(tmp_path: Pat
         effective(str(write(tmp_path, ZERO3)))
 
 
-def test_config_writes_what_stands_for_it(tmp_path: Path) -> None:
-    path = write(tmp_path, ZERO3, use_cpu=True, num_processes=3, mixed_precision="bf16")
-    assert (
-        main(["config", "--yes", "--deepspeed", str(path), "--config_file", "ours.yaml", "--fp32_masters", "no"]) == 0
-    )
-    assert effective("ours.yaml") == ShardPlugin(strategy="full_shard", offload=Offload(nvme="/nvme"))
-    contents = yaml.safe_load(Path("ours.yaml").read_text(encoding="utf-8"))
-    assert (contents["num_processes"], contents["mixed_precision"], contents["use_cpu"]) == (3, "bf16", True)
-
-
-def test_an_option_wins_over_the_file_and_the_file_over_the_defaults(
+def test_config_writes_what_stands_for_it_unless_an_option_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "")
-    path = write(tmp_path, ZERO3, use_cpu=True, num_processes=1)
-    assert main(["config", "--deepspeed", str(path), "--strategy", "shard_optim", "--config_file", "ours.yaml"]) == 0
-    assert effective("ours.yaml") == ShardPlugin(
-        strategy="shard_optim", offload=Offload(nvme="/nvme"), fp32_masters=True
-    )
-    assert any("[nvme=/nvme]" in text for text in asked) and any("[1]" in text for text in asked)
+    path = write(tmp_path, ZERO3, use_cpu=True, num_processes=3, mixed_precision="bf16")
+    command = ["config", "--deepspeed", str(path), "--config_file", "ours.yaml"]
+    for options, strategy in ((["--yes"], "full_shard"), (["--force", "--strategy", "shard_optim"], "shard_optim")):
+        assert main([*command, *options]) == 0
+        wanted = ShardPlugin(strategy=strategy, offload=Offload(nvme="/nvme"), fp32_masters=True)  # type: ignore[arg-type]
+        assert effective("ours.yaml") == wanted
+        contents = yaml.safe_load(Path("ours.yaml").read_text(encoding="utf-8"))
+        assert (contents["num_processes"], contents["mixed_precision"], contents["use_cpu"]) == (3, "bf16", True)
+    assert any("[nvme=/nvme]" in text for text in asked) and any("[3]" in text for text in asked)
 
 
 def test_only_a_file_for_deepspeed_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -12,15 +13,16 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _recursive_wrap, transformer_auto_wrap_policy
 
 from accelerate_shard import ShardPlugin
 from accelerate_shard.settings.from_fsdp import KEYS, from_fsdp_environment, from_fsdp_plugin
 from accelerate_shard.settings.wrap_policies import WholeModel, Wrapped
-from tests.accelerate.support.accelerators import Layer, clean_state, net
+from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.launching import FSDP1, FSDP2, exported, write_yaml
+from tests.accelerate.support.models import Layer, net
 from tests.support.logs import captured_log
-from tests.support.marks import quick
 from torch_shard.errors import ConfigError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -49,27 +51,25 @@ def check_wrap(found: ShardPlugin, wrap: dict[str, Any]) -> None:
     assert isinstance(found.units, kind)
 
 
-@pytest.mark.parametrize("strategy", quick(STRATEGIES, ["FULL_SHARD", "HYBRID_SHARD"]))
-def test_every_fsdp1_yaml_is_translated(strategy: str, tmp_path: Path) -> None:
+def test_every_fsdp1_yaml_is_translated(tmp_path: Path) -> None:
     prefetches = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0, "NO_PREFETCH": 0}
     forms = {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "LOCAL_STATE_DICT": "sharded"}
-    every = itertools.product(WRAPS, prefetches, forms, (False, True))
-    for wrap, prefetch, form, flag in every:
+    for wrap, prefetch, form, flag in itertools.product(WRAPS, prefetches, forms, (False, True)):
         answers = {
-            "fsdp_reshard_after_forward": strategy, "fsdp_backward_prefetch": prefetch, "fsdp_state_dict_type": form,
-            "fsdp_activation_checkpointing": flag, "fsdp_forward_prefetch": flag,
+            "fsdp_backward_prefetch": prefetch, "fsdp_forward_prefetch": flag, "fsdp_state_dict_type": form,
+            "fsdp_activation_checkpointing": flag,
         }  # fmt: skip
         found = from_yaml(tmp_path, {**FSDP1, **answers, **wrap})
-        assert found.strategy == strategy.lower()
         assert found.prefetch == (1 if flag else prefetches[prefetch])
         assert found.state_dict_type == forms[form]
         assert found.activation_checkpointing is flag and found.fp32_masters
         check_wrap(found, wrap)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_every_fsdp2_yaml_is_translated(reshard: bool, tmp_path: Path) -> None:
-    for wrap, form, flag in itertools.product(WRAPS, ("FULL_STATE_DICT", "SHARDED_STATE_DICT"), (False, True)):
+def test_every_fsdp2_yaml_is_translated(tmp_path: Path) -> None:
+    for reshard, wrap, form, flag in itertools.product(
+        (True, False), WRAPS, ("FULL_STATE_DICT", "SHARDED_STATE_DICT"), (False, True)
+    ):
         answers = {
             "fsdp_reshard_after_forward": reshard, "fsdp_state_dict_type": form,
             "fsdp_activation_checkpointing": flag, "fsdp_cpu_ram_efficient_loading": flag,
@@ -82,11 +82,15 @@ def test_every_fsdp2_yaml_is_translated(reshard: bool, tmp_path: Path) -> None:
         check_wrap(found, wrap)
 
 
-def test_older_yamls_name_the_strategy_or_number_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_strategies_have_one_name_in_yamls_and_plugins_and_may_be_numbered(strategy: str, tmp_path: Path) -> None:
     older = {name: value for name, value in FSDP1.items() if name not in ("fsdp_version", "fsdp_reshard_after_forward")}
-    for index, strategy in enumerate(STRATEGIES):
-        for said in (strategy, index + 1):
-            assert from_yaml(tmp_path, {**older, "fsdp_sharding_strategy": said}).strategy == strategy.lower()
+    number = STRATEGIES.index(strategy) + 1
+    assert from_yaml(tmp_path, {**FSDP1, "fsdp_reshard_after_forward": strategy}).strategy == strategy.lower()
+    for said in (strategy, number):
+        assert from_yaml(tmp_path, {**older, "fsdp_sharding_strategy": said}).strategy == strategy.lower()
+    for value in (strategy, ShardingStrategy(number)):  # the last one's name begins with an underscore
+        assert from_fsdp_plugin(plugin(sharding_strategy=value)).strategy == strategy.lower()
 
 
 def test_every_variable_that_the_launcher_exports_has_a_row(tmp_path: Path) -> None:
@@ -97,8 +101,6 @@ def test_every_variable_that_the_launcher_exports_has_a_row(tmp_path: Path) -> N
 
 
 def test_every_field_of_the_plugin_has_a_row() -> None:
-    import dataclasses
-
     fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
     assert fields == {key.field for key in KEYS}
 
@@ -151,15 +153,6 @@ def test_the_default_plugins_are_translated_without_a_warning() -> None:
     assert second == ShardPlugin(fp32_masters=True)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_plugins_strategies_are_ours(strategy: str) -> None:
-    from torch.distributed.fsdp import ShardingStrategy
-
-    member = ShardingStrategy(STRATEGIES.index(strategy) + 1)  # the last one's name begins with an underscore
-    for value in (strategy, member):
-        assert from_fsdp_plugin(plugin(sharding_strategy=value)).strategy == strategy.lower()
-
-
 def test_the_plugins_precision_is_ours() -> None:
     first = from_fsdp_plugin(
         plugin(mixed_precision_policy=MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True))
@@ -174,25 +167,16 @@ def test_the_plugins_precision_is_ours() -> None:
     assert (named.param_dtype, named.reduce_dtype, named.buffer_dtype) == (torch.bfloat16,) * 3
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"param_init_fn": lambda m: None}, "param_init_fn"),
-        ({"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["A"], "min_num_params": 1}, "classes"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_plugin_that_asks_for_what_is_not_there_is_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"fsdp_plugin\..*{named}"):
-        from_fsdp_plugin(plugin(**options))
+def test_a_plugin_that_asks_for_what_is_not_there_is_refused() -> None:
+    both = {"auto_wrap_policy": "size_based_wrap", "transformer_cls_names_to_wrap": ["A"], "min_num_params": 1}
+    for options, named in (({"param_init_fn": lambda m: None}, "param_init_fn"), (both, "classes")):
+        with pytest.raises(ConfigError, match=rf"fsdp_plugin\..*{named}"):
+            from_fsdp_plugin(plugin(**options))
     with pytest.raises(ConfigError, match="FullyShardedDataParallelPlugin"):
         from_fsdp_plugin(ShardPlugin())
 
 
 def test_units_are_where_fsdp_wraps() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _recursive_wrap, transformer_auto_wrap_policy
-
     policies: list[Any] = [
         from_fsdp_plugin(plugin(auto_wrap_policy="size_based_wrap", min_num_params=n)).units.policy
         for n in (20, 100, 300)
@@ -205,7 +189,6 @@ def test_units_are_where_fsdp_wraps() -> None:
             super().__init__()
             self.wrapped = module
 
-    assert FullyShardedDataParallel is not None
     for policy in policies:
         model = net()
         original = {id(module): name for name, module in model.named_modules()}

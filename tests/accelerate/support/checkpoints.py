@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerate_shard import ShardPlugin
-from tests.accelerate.support.accelerators import Layer, full_parameters, loader
+from tests.accelerate.support.models import Net, loader
+from tests.accelerate.support.training import full_parameters
 
-__all__ = ["Counter", "Noisy", "Run", "folder_of", "plugin"]
+__all__ = ["Counter", "Noisy", "Run", "differ", "plugin"]
 
 
-class Noisy(nn.Module):
+class Noisy(Net):
     """A classifier with dropout and tied layers, so that random states and ties count."""
 
-    def __init__(self, features: int = 12, classes: int = 5) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(features, 16)
-        self.layers = nn.ModuleList([Layer(), Layer()])
         self.layers[1].linear.weight = self.layers[0].linear.weight
         self.dropout = nn.Dropout(0.2)
-        self.head = nn.Linear(16, classes)
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +53,6 @@ class Run:
     accelerator: Any
     seed: int = 0
     size: int = 24
-    losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -91,7 +88,6 @@ class Run:
                 self.optimizer.zero_grad()
             self.custom.count += 1
             found.append(loss.item())
-        self.losses += found
         return found
 
     def state(self) -> dict[str, Any]:
@@ -110,5 +106,7 @@ def plugin(form: str = "sharded", **options: Any) -> ShardPlugin:
     return ShardPlugin(state_dict_type=form, **options)  # type: ignore[arg-type]
 
 
-def folder_of(tmp: Any, name: str = "checkpoint") -> str:
-    return str(tmp / name)
+def differ(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """The names, which are the same, of tensors that are not equal."""
+    assert found.keys() == wanted.keys()
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]

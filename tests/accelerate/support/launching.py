@@ -122,6 +122,7 @@ def main():
     if accelerator.is_main_process:
         plugin = getattr(accelerator, "shard_plugin", None)
         settings = {name: getattr(plugin, name, None) for name in ("strategy", "prefetch", "layer_classes", "state_dict_type")}
+        settings["offload"] = repr(getattr(plugin, "offload", None))
         print("RESULT", json.dumps({
             "argv": sys.argv, "losses": losses, "norms": norms, "ranks": accelerator.num_processes, "settings": settings,
             "class": type(accelerator).__module__, "type": accelerator.distributed_type.value, "path": sys.path[0],

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import peft
 import torch
-from torch import nn
 
-from tests.accelerate.support.accelerators import accelerator, engine_of
+from tests.accelerate.support.accelerators import BOTH, accelerator
+from tests.accelerate.support.training import Result, assert_same, full_parameters
 from tests.support.hf_models import VOCAB, build
-from torch_shard import ShardTensor
 
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "down_proj"], "t5": ["q", "v"]}
 
@@ -39,62 +36,36 @@ def adapted(
     return model, inputs, loss
 
 
-@dataclass
-class Run:
-    """What a training shows; values of trainable parameters are whole."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    trained: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def whole(model: nn.Module) -> Any:
-    """Inside, parameters are whole, under our Accelerator as under the stock one. Collective."""
-    sharded = any(isinstance(p, ShardTensor) for p in model.parameters())
-    return engine_of(model).gathered() if sharded else contextlib.nullcontext()
-
-
 def train(
     acc: Any, model: Any, inputs: dict[str, torch.Tensor], loss: Any, steps: int = 3, between: Any = None
-) -> tuple[Any, Run]:
-    """Prepare and train with clipped SGD, on other data on each rank. Collective.
+) -> tuple[Any, Result]:
+    """Prepare and train with clipped SGD, on other data on each rank; the result has the trainable parameters. Collective.
 
     Args:
         between: called with the unwrapped model and the step before each step.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.3, momentum=0.9)
-    model, optimizer = acc.prepare(model, optimizer)
+    model, optimizer = acc.prepare(model, torch.optim.SGD(trainable, lr=0.3, momentum=0.9))
     inputs = {key: (value + acc.process_index) % VOCAB for key, value in inputs.items()}
-    run = Run()
+    run, plain = Result(), acc.unwrap_model(model)
     for step in range(steps):
         if between is not None:
-            between(acc.unwrap_model(model), step)
+            between(plain, step)
         value = loss(model(**inputs))
         acc.backward(value)
         run.norms.append(float(acc.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
         run.losses.append(value.item())
-    plain = acc.unwrap_model(model)
-    with whole(plain):
-        run.trained = {k: p.detach().clone() for k, p in plain.named_parameters() if p.requires_grad}
+    parameters = full_parameters(plain)
+    run.parameters = {name: parameters[name] for name, p in plain.named_parameters() if p.requires_grad}
     return model, run
 
 
-def compare(kinds: Any, make: Any, rtol: float = 1e-5, between: Any = None, **options: Any) -> None:
+def compare(make: Callable[[], Any], between: Any = None) -> None:
     """The trainings of ``make()`` under both kinds of Accelerator agree. Collective."""
     runs = []
-    for kind in kinds:
-        with accelerator(kind, **options) as acc:
+    for kind in BOTH:
+        with accelerator(kind) as acc:
             runs.append(train(acc, *make(), between=between)[1])
-    assert_same(runs[1], runs[0], rtol)
-
-
-def assert_same(found: Run, wanted: Run, rtol: float = 1e-5) -> None:
-    torch.testing.assert_close(found.losses, wanted.losses, rtol=rtol, atol=0)
-    torch.testing.assert_close(found.norms, wanted.norms, rtol=rtol, atol=0)
-    assert list(found.trained) == list(wanted.trained) and wanted.trained
-    for name, value in wanted.trained.items():
-        scale = value.abs().max().item()
-        torch.testing.assert_close(found.trained[name], value, rtol=0, atol=10 * rtol * scale + 1e-8, msg=name)
+    assert_same(runs[1], runs[0])

@@ -20,10 +20,6 @@ class Ours(ShardTrainerMixin, Trainer):
     """The stock Trainer, sharding."""
 
 
-class OursSeq2Seq(ShardTrainerMixin, Seq2SeqTrainer):
-    """The stock Seq2SeqTrainer, sharding."""
-
-
 class Tokens(torch.utils.data.Dataset):
     """`size` rows of random tokens, of different numbers of labels, the same on all ranks."""
 

@@ -29,9 +29,9 @@ class Own(Trainer):
 
 
 @ranks(2)
-def test_the_trainer_and_its_subclasses_shard_and_log_the_same_numbers(tmp_path):
+def test_the_trainer_and_its_subclasses_with_the_mixin_and_without_shard_and_log_the_same_numbers(tmp_path):
     with applied():
-        for kind in (Own, Seq2SeqTrainer):
+        for kind in (Own, Seq2SeqTrainer, Ours):
             with trainer(kind, tmp_path, max_steps=1) as own:
                 own.train()
                 assert torch_shard.engine_of(own.model) is not None
@@ -40,14 +40,6 @@ def test_the_trainer_and_its_subclasses_shard_and_log_the_same_numbers(tmp_path)
             own.train(resume_from_checkpoint=str(tmp_path / "applied" / "checkpoint-3"))
             assert_same_logs(own.steps.logs[:-1], logs[3:-1])
     assert_same_logs(logs, trained(Trainer, tmp_path))
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_trainer_with_the_mixin_is_as_it_is_without(tmp_path):
-    with applied():
-        logs = trained(Ours, tmp_path / "applied", save_strategy="steps", save_steps=3)
-    assert_same_logs(logs, trained(Ours, tmp_path))
 
 
 def test_it_is_undone():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import Trainer
 
+import torch_shard
 from accelerate_shard import ShardPlugin
 from accelerate_shard.trainer.mixin import ShardTrainerMixin
 from tests.accelerate.support.trainers import Ours, trainer
 from tests.support.hf_models import build
 from tests.support.ranks import ranks
-from torch_shard.errors import ConfigError, DivergenceError, MissingRankError, StateDictError
+from torch_shard.errors import ConfigError, DivergenceError, StateDictError
 
 
 @ranks(2)
@@ -21,16 +23,6 @@ def test_saving_on_one_rank_only_is_an_error_on_both(tmp_path, rank):
             DivergenceError, match=r"is called on all ranks, not under `if trainer.is_world_process_zero"
         ):
             own.save_model() if rank == 0 else own.evaluate()
-
-
-@pytest.mark.exhaustive
-@ranks(2, fresh=True)
-def test_saving_on_one_rank_only_is_an_error_where_the_other_does_nothing(tmp_path, rank):
-    with trainer(Ours, tmp_path, max_steps=1, options={"shard_plugin": ShardPlugin(timeout=2.0)}) as own:
-        own.train()
-        if rank == 0:
-            with pytest.raises(MissingRankError, match=r"trainer.save_model\(\) is called on all ranks"):
-                own.save_model()
 
 
 @ranks(2)
@@ -50,13 +42,14 @@ def test_shards_are_not_saved(tmp_path, rank):
         ({"parallelism_config": object()}, "TrainingArguments.parallelism_config"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "xla"),
         ({"_n_gpu": 2}, "torchrun"),
+        ({"fsdp": True, "shard_plugin": ShardPlugin()}, "shard_plugin and fsdp_plugin"),
     ],
 )
 def test_another_engine_is_refused_with_the_remedy(changed, named, tmp_path):
     class Changed(Ours):
         def create_accelerator_and_postprocess(self) -> None:
             for name, value in changed.items():
-                setattr(self.args, name, value)
+                setattr(self if name == "shard_plugin" else self.args, name, value)
             super().create_accelerator_and_postprocess()
 
     with pytest.raises(ConfigError, match=named), trainer(Changed, tmp_path):
@@ -68,6 +61,23 @@ def test_a_model_that_was_distributed_when_it_was_loaded_is_refused(tmp_path):
     model._tp_size = 2
     with pytest.raises(ConfigError, match="tp_plan"), trainer(Ours, tmp_path, model):
         pass
+
+
+@pytest.mark.parametrize(("bits", "use"), [(8, "torch.optim.AdamW;"), (32, "an optimizer of torch.optim;")])
+@ranks(2)
+def test_an_optimizer_of_bitsandbytes_is_refused_before_the_first_step_with_a_remedy(bits, use, tmp_path):
+    model = build("gpt2")[0]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    kind = type("AdamW" if bits == 8 else "Lion", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.x"})
+    optimizer = type("Subclass", (kind,), {})(model.parameters(), lr=0.1)
+    optimizer.args = type("Args", (), {"optim_bits": bits})()
+    with trainer(Ours, tmp_path, model, options={"optimizers": (optimizer, None)}) as own:
+        with pytest.raises(ConfigError) as error:
+            own.train()
+        for part in ("addresses", use, "optim='adamw_torch'", "Nothing was changed"):
+            assert part in str(error.value)
+        assert torch_shard.engine_of(own.model) is None and own.state.global_step == 0
+        assert all(torch.equal(value, before[name]) for name, value in own.model.state_dict().items())
 
 
 def test_the_mixin_comes_first():
