@@ -187,8 +187,9 @@ class FullModel:
         return self._load.file.fingerprint()
 
     def compare(self) -> None:
-        """Raise a StateDictError with all that does not fit."""
+        """Raise a StateDictError with all that does not fit, or a CheckpointError for a damaged file."""
         self._load.compare()
+        self._load.verify()
 
     def apply(self) -> None:
         """Load it."""

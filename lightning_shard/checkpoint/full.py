@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
 from torch_shard.frontend import load_optim_state_dict, optim_state_dict, param_names_of
+from torch_shard.frontend.checkpoint import refuse_damaged
 from torch_shard.log import logger
 
 from .files import is_local
@@ -152,19 +154,26 @@ _MAPPED = ("state_dict", "optimizer_states", "current_model_state")
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> dict[str, Any]:
+def read_file(
+    path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None, share: tuple[int, int]
+) -> dict[str, Any]:
     """Read a checkpoint file. Not collective.
 
-    The tensors of model and optimizers view the mapped file, so that a rank reads the bytes of its shards only. Each rank
-    reads all of a file at a URL, in torch's format of before 1.6, or of a user's own plugin.
+    The tensors of model and optimizers view the mapped file, so that a rank reads the bytes of its shards only, and of its share
+    in verifying the file. Each rank reads all of a file at a URL, in torch's format of before 1.6, or of a user's own plugin.
 
     Args:
         path: of the file.
         checkpoint_io: the plugin that reads what can't be mapped.
         maps: True if the plugin reads with torch.load alone and replaces files as a whole, so that mapping gives the same.
         weights_only: see :func:`.safe_load.load_safely`.
+        share: this rank, and the number of ranks that read the file.
+
+    Raises:
+        CheckpointError: the file is damaged in what this rank verifies, is of an unknown form, or holds objects that the safe
+            loader refuses.
     """
-    found, mapped = read_plain(path, checkpoint_io, maps, weights_only)
+    found, mapped = read_plain(path, checkpoint_io, maps, weights_only, share)
     if mapped and isinstance(found, dict):
         # These are copied, or read shard by shard. Hooks and callbacks may keep the rest for as long as they like.
         rest = {key: value for key, value in found.items() if key not in _MAPPED}
@@ -179,9 +188,13 @@ def read_file(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | No
     return found
 
 
-def read_plain(path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None) -> tuple[Any, bool]:
-    """Return what a file holds, and whether its tensors view the mapped file. Not collective."""
+def read_plain(
+    path: Any, checkpoint_io: Any, maps: bool, weights_only: bool | None, share: tuple[int, int]
+) -> tuple[Any, bool]:
+    """Return what a file holds, and whether its tensors view the mapped file; see :func:`read_file`. Not collective."""
     mapped = maps and is_local(path) and _is_zip(path)
+    if mapped:
+        refuse_damaged(Path(path), *share)
 
     def load(safe: bool) -> Any:
         if mapped:

@@ -85,8 +85,9 @@ class CheckpointMixin(SavingMixin):
                 )
             fitting = self.lightning_module.trainer.state.fn == self._private.TrainerFn.FITTING
             return _sharded.read_folder(engine, Path(path), fitting, weights_only, self._private.version)
+        share = self.global_rank, self.world_size
         io, maps = self.checkpoint_io, self._maps()
-        return self._run_on_all(lambda: _full.read_file(path, io, maps, weights_only))
+        return self._run_on_all(lambda: _full.read_file(path, io, maps, weights_only, share))
 
     def _shard_to_load(self) -> None:
         """Shard the module now that a run has come to its checkpoint, so that shards are what is restored. Collective."""

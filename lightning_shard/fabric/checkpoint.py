@@ -205,8 +205,9 @@ class FabricCheckpointMixin(SavingMixin):
         if _files.is_local(path) and Path(path).is_dir():
             found = self._read_folder(Path(path), wanted, weights_only)
         else:
+            share = self.global_rank, self.world_size
             io, maps = self.checkpoint_io, self._maps() and bool(wanted)
-            found, mapped = self._run_on_all(lambda: _full.read_plain(path, io, maps, weights_only))
+            found, mapped = self._run_on_all(lambda: _full.read_plain(path, io, maps, weights_only, share))
             if not wanted:
                 return found  # type: ignore[no-any-return]
             if single:

@@ -9,6 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
+def variables(path: Iterable[Path] = (), **environment: str) -> dict[str, str]:
+    """Return the variables of an interpreter that finds what this process finds, see :func:`run_python`."""
+    # What this process finds (a checkout that is not installed, say), the other must find from any folder.
+    search = os.pathsep.join([*map(str, path), *(p for p in sys.path if p)])
+    # Unbuffered, each word of a print() is written by itself, and lines of several ranks get mixed up in one pipe.
+    return os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **environment}
+
+
 def run_python(
     *arguments: object,
     folder: Path | None = None,
@@ -28,13 +36,9 @@ def run_python(
         timeout: in seconds.
         environment: further variables.
     """
-    # What this process finds (a checkout that is not installed, say), the other must find from any folder.
-    search = os.pathsep.join([*map(str, path), *(p for p in sys.path if p)])
-    # Unbuffered, each word of a print() is written by itself, and lines of several ranks get mixed up in one pipe.
-    variables = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **environment}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env=os.environ | variables,
+        env=variables(path, **environment),
         cwd=folder,
         capture_output=True,
         text=True,

@@ -42,11 +42,15 @@ class Messages:
         """Make `changed` return True on all ranks, so that ranks which wait for a message read again."""
         self._store.add(f"{self._key}/writes", 1)
 
+    def announced(self) -> int:
+        """Return how often ranks have written or announced."""
+        return int(self._store.add(f"{self._key}/writes", 0))
+
     def changed(self) -> bool:
         """Return True if a rank has written since the last call of this method, and on the first call."""
-        writes = self._store.add(f"{self._key}/writes", 0)
+        writes = self.announced()
         changed, self._seen = writes != self._seen, writes
-        return bool(changed)
+        return changed
 
     def writers(self) -> set[int]:
         """Return the ranks that have written a message so far."""

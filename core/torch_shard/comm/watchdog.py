@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..log import ANY_RANK, logger
 from .store_messages import Messages, longest_pause
-from .work import FIRST_TICK, SLOW, TICK, Pending, caller_line, default_store, ends_within
+from .work import FIRST_TICK, LEAVES, SLOW, TICK, Pending, caller_line, default_store, ends_within
 
 if TYPE_CHECKING:
     from .traffic_statistics import StreamWaits
@@ -165,6 +165,7 @@ class Watchdog:
             return [value if rank == self.rank else None for rank in range(self.size)]
         groups.exchanges += 1
         messages = Messages(default_store(), f"{groups.key}/exchange/{groups.exchanges}")
+        read = Messages(default_store(), f"{groups.key}/exchange/{groups.exchanges}/read")
         pause, deadline = 0.005, time.monotonic() + self.timeout
         self._post(channel, channel.issued + 1, f"the comparison of the ranks in {what}")
         try:
@@ -179,6 +180,8 @@ class Watchdog:
                     time.sleep(pause)
                     pause = min(2 * pause, longest_pause(self.size))
             found = messages.read() if listen else {}
+            read.announce()
+            self._outlast(read)
         except ShardError as error:
             groups.abort(self.rank, error)
             raise
@@ -190,6 +193,15 @@ class Watchdog:
         finally:
             self._withdraw()
         return [pickle.loads(found[rank]) if rank in found else None for rank in range(self.size)]
+
+    def _outlast(self, read: Messages) -> None:
+        """Wait on the rank that may serve the store until all ranks have read, but not for long.
+
+        An error follows, with which this process may end, and the others would find no store instead of that error.
+        """
+        deadline = time.monotonic() + min(self.timeout, LEAVES)
+        while dist.get_rank() == 0 and read.announced() < self.size and time.monotonic() < deadline:
+            time.sleep(longest_pause(self.size))
 
     def _check_answers(self, what: str, missing: list[int], own: str, deadline: float) -> None:
         where = f"rank {self.rank}: {what} at {caller_line()}"

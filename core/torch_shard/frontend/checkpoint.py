@@ -12,7 +12,7 @@ from ..checkpoint.format.atomic_directory import Saving, commit, discard, exchan
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
 from ..checkpoint.full.load import FullLoad, by_name
-from ..checkpoint.full.open_files import open_full
+from ..checkpoint.full.open_files import open_full, refuse_damaged
 from ..checkpoint.plain_params import all_parameters, plain_source
 from ..checkpoint.safe_globals import classes_of_data
 from ..checkpoint.sharded.entries import (
@@ -69,6 +69,7 @@ __all__ = [
     "parameters_loaded",
     "plain_source",
     "read_contents",
+    "refuse_damaged",
     "save_contents",
     "size_of",
     "source_of",

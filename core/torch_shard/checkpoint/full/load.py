@@ -25,7 +25,7 @@ from ...state import model_state, optimizer_state
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from ..sharded.entry_tree import unwrapped
-from .open_files import FullFile, open_full
+from .open_files import FullFile, open_full, refuse_damaged
 
 __all__ = ["FullLoad", "by_name", "load_full"]
 
@@ -56,6 +56,7 @@ def load_full(
 
     work = each(runtime, what, prepare, key=lambda found: (found.file.fingerprint(), dtype))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
+    each(runtime, what, work.verify, nonce=f"{nonce}/verify")
     each(runtime, what, work.load_model, nonce=f"{nonce}/model")
     runtime.parameters_changed()
     runtime.forget_residuals()
@@ -159,6 +160,11 @@ class FullLoad:
                 into += [f"{OPTIMIZER}: {text}" for text in found]
         refuse_mismatches(self.file.path, missing, unexpected, problems + self.problems)
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so it comes before anything is changed
+
+    def verify(self) -> None:
+        """Verify this rank's share of the file, before anything is changed. Safetensors have no checksums."""
+        if self.file.kind == "torch":
+            refuse_damaged(self.file.path, self.runtime.collectives.world_rank, self.runtime.collectives.world)
 
     def load_model(self) -> None:
         """Copy this rank's shards of the model's entries, which fit, into the model."""

@@ -24,9 +24,9 @@ from ..format.dcp_metadata import METADATA
 from ..format.fileio import some
 from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
-from ..format.torch_file import first_line, not_trusted
+from ..format.torch_file import damaged, not_trusted, verify_torch_file
 
-__all__ = ["FullFile", "is_full", "kind_of", "open_full"]
+__all__ = ["FullFile", "is_full", "kind_of", "open_full", "refuse_damaged"]
 
 _ENDS = 64 << 10  # bytes at each end of a file whose checksum tells it from other files
 
@@ -131,6 +131,18 @@ def _ends(path: Path) -> tuple[int, int]:
         return size, zlib.crc32(file.read(_ENDS), crc)
 
 
+def refuse_damaged(path: Path, rank: int, ranks: int) -> None:
+    """Verify this rank's share of a torch file by its checksums, see :func:`~..format.torch_file.verify_torch_file`.
+
+    Raises:
+        CheckpointError: that share is damaged.
+    """
+    try:
+        verify_torch_file(path, rank, ranks)
+    except Exception as error:
+        raise damaged(path, error) from error
+
+
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
@@ -173,10 +185,7 @@ def _loaded(path: Path) -> Any:
             raise CheckpointError(
                 f"{path} is a TorchScript archive, a program; nothing was loaded. Save model.state_dict() with torch.save."
             ) from error
-        raise CheckpointError(
-            f"{path} is damaged or was cut off at {path.stat().st_size} bytes ({type(error).__name__}: "
-            f"{first_line(error)}). Nothing was loaded. Load an earlier checkpoint, or copy the file again."
-        ) from error
+        raise damaged(path, error) from error
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import errno
 import io
 import itertools
 import os
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -27,6 +26,7 @@ from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
 from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from ..format.torch_file import verify_torch_file
 from ..full.open_files import kind_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
@@ -185,7 +185,7 @@ def _entries_of_dcp(checkpoint: Checkpoint, progress: Callable[[int], object]) -
                     entry = io.BytesIO(file.read(info.length))
                 progress(info.length)
                 if not getattr(info, "transform_descriptors", None):  # else it is compressed, say, and no archive
-                    _verify_archive(entry)
+                    verify_torch_file(entry)
             where = ", ".join(leaf.files)
             leaf.read()
         except Exception as error:
@@ -211,15 +211,6 @@ def _damage(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _verify_archive(file: IO[bytes], progress: Callable[[int], object] = lambda nbytes: None) -> None:
-    """Read an archive of torch.save. The first damaged member raises an error, which may have any class."""
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            with archive.open(info) as member:
-                while data := member.read(_BLOCK):
-                    progress(len(data))
-
-
 # -- files of one process ---------------------------------------------------------------------------------------------
 
 
@@ -228,8 +219,7 @@ def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
     kind = kind_of(path)
     if kind == "torch":
         try:
-            with open(path, "rb") as file:
-                _verify_archive(file, progress)
+            verify_torch_file(path, progress=progress)
         except Exception as error:
             text = f"it is damaged or was cut off at {path.stat().st_size} bytes: {_damage(error)}"
             yield Problem(path.name, (), text)
