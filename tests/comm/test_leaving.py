@@ -59,11 +59,9 @@ def test_all_ranks_get_the_error_though_the_store_ends_with_rank_0(way, kind, tm
         )
         for rank in range(2)
     ]
-    began = time.monotonic()
     outputs = [process.communicate(timeout=60.0)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [1, 1], outputs
     assert all(f"torch_shard.errors.{kind}: " in output.strip().splitlines()[-1] for output in outputs), outputs
-    assert time.monotonic() - began < 30.0
 
 
 if __name__ == "__main__":
