@@ -231,6 +231,7 @@ class TrainerStrategyMixin(
     def on_exception(self, exception: BaseException) -> None:
         """Note that the run has failed: the other ranks may be anywhere, so teardown must not wait for them."""
         self._failed = True
+        self._give_exit_status(exception)
 
     def teardown(self) -> None:
         """Give the module and its optimizers back as DDP does: plain, full and on the CPU. Collective.
