@@ -128,7 +128,7 @@ def is_solo(engine: Engine) -> bool:
 
 
 def meet(engine: Engine, seconds: float, what: str) -> None:
-    """Wait until all ranks are in `what`, for `seconds` at least; in a forward or a backward return at once. Collective."""
+    """Wait until all ranks are in `what`, for `seconds` at least; in a backward return at once. Collective."""
     meeting.meet(engine._runtime, seconds, what)
 
 
