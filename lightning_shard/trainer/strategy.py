@@ -17,6 +17,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations
 from torch_shard.errors import UnitStateError
+from torch_shard.frontend import own_buffers
 from torch_shard.log import logger
 
 from .._private import Private, run_as_forward
@@ -197,8 +198,10 @@ class TrainerStrategyMixin(
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
-                # Its forwards must use what its optimizer steps change, which is not possible within one forward.
-                return self.lightning_module.training_step(*args, **kwargs)
+                # Its forwards must use what its optimizer steps change, which is not possible within one forward. Buffers are
+                # not sent: under Lightning's DDP this step does not count as a forward whose backward reduces.
+                with own_buffers(self.engine):
+                    return self.lightning_module.training_step(*args, **kwargs)
             return run_as_forward(self.lightning_module, "training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,6 +75,7 @@ __all__ = [
     "map_tensors",
     "meet",
     "optim_state_dict",
+    "own_buffers",
     "param_name",
     "param_names_of",
     "parameter_bytes",
@@ -130,6 +131,19 @@ def is_solo(engine: Engine) -> bool:
 def meet(engine: Engine, seconds: float, what: str) -> None:
     """Wait until all ranks are in `what`, for `seconds` at least; in a backward return at once. Collective."""
     meeting.meet(engine._runtime, seconds, what)
+
+
+@contextlib.contextmanager
+def own_buffers(engine: Engine) -> Iterator[None]:
+    """Leave each rank its own buffers in the forwards inside, and in those that follow until another trains. Not collective."""
+    runtime = engine._runtime
+    sync, runtime.buffers = runtime.buffers, None
+    try:
+        yield
+    finally:
+        runtime.buffers = sync
+        if sync is not None:
+            sync.due = False
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
