@@ -47,6 +47,7 @@ __all__ = [
     "Strategy",
     "WithMetadata",
     "abandon",
+    "advise_saving",
     "agree",
     "any_rank",
     "broadcast_tensors",
@@ -147,6 +148,11 @@ def own_buffers(engine: Engine) -> Iterator[None]:
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
+
+
+def advise_saving(engine: Engine, advice: str) -> None:
+    """Have errors about pickling shards say `advice`, whole sentences in the user's terms, in place of the engine's own."""
+    engine._runtime.collectives.watchdog.saving = advice
 
 
 def abandon(engine: Engine) -> None:
