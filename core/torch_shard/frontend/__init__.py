@@ -8,6 +8,7 @@ module of its own because it imports torch's distributed checkpoints. Unlike the
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..optim.state_tree import tensors_of
 from ..plan.layer_selection import classes_named
 from ..runtime import barrier as meeting
 from ..runtime import registry
+from ..runtime.forward_hooks import unregister
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
 from ..setup.lazy_param import Deferred, defer, deferred_of
 from ..shard_tensor.spec import same_cut, shard_of_full
@@ -80,6 +82,7 @@ __all__ = [
     "param_name",
     "param_names_of",
     "parameter_bytes",
+    "plain_copy",
     "precision_of",
     "reduce_scatter_single",
     "refusal_of",
@@ -179,6 +182,26 @@ def parameter_bytes(engine: Engine) -> int:
     return sum(
         flat.layout.numel * flat.shard.element_size() for unit in engine.units if unit.gathers for flat in unit.flats
     )
+
+
+def plain_copy(engine: Engine, module: nn.Module, values: Mapping[str, Any]) -> nn.Module:
+    """Return a copy of a part of the sharded model that knows nothing of the engine. Not collective.
+
+    Its parameters and persistent buffers hold `values`, full tensors by the names of the whole model, in the same memory; a
+    KeyError says that a parameter has none.
+    """
+    runtime, model = engine._runtime, engine.model
+    memo: dict[int, Any] = {id(part): part for part in (runtime, *runtime.units)}  # which the hooks hold
+    held = {id(p) for p in module.parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in held:
+            memo[id(p)] = nn.Parameter(values[name], requires_grad=p.requires_grad)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in values:
+            memo[id(buffer)] = values[name]
+    found = copy.deepcopy(module, memo)
+    unregister(found, ())
+    return found
 
 
 def refuse_inside(engine: Engine, what: str) -> None:
