@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, ShardError
-from torch_shard.frontend import clip_norm, for_autocast, group_timeout, limit_values, precision_of
+from torch_shard.frontend import advise_saving, clip_norm, for_autocast, group_timeout, limit_values, precision_of
 
 from ._private import PREPARED_LISTS, refuse_local_sgd
 from .coordination.uneven_batches import even_batches_set, join
@@ -38,6 +38,11 @@ from .settings.resolve import chosen_plugin, refuse_other_engines, share
 from .state.mixin import StateMixin
 
 __all__ = ["Accelerator"]
+
+_SAVING = (
+    "Save accelerator.get_state_dict(model) instead, called on all ranks, with accelerator.wait_for_everyone() behind what one "
+    "rank writes; accelerator.save_state(folder) saves optimizers, too."
+)
 
 T = TypeVar("T")
 
@@ -177,6 +182,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
+        advise_saving(engine, _SAVING)
         if self.device_placement:
             left_behind(model, self.device)
         if self._autocast_dtype() is not None and self.shard_plugin.precision is None:

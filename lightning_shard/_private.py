@@ -104,6 +104,7 @@ class Private(Shared):
     optimizers_to_device: Callable[[Any, Any], None]
     update_properties: Callable[..., None]
     reset_seed: Callable[[], None]
+    LightningEnvironment: Any
     LightningOptimizer: Any
     TrainerFn: Any
     ModelCheckpoint: Any
@@ -153,6 +154,7 @@ def private(namespace: str) -> Private:
             importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
         ),
         default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
+        LightningEnvironment=fabric("plugins.environments.LightningEnvironment"),
         LightningOptimizer=pl("core.optimizer.LightningOptimizer"),
         TrainerFn=pl("trainer.states.TrainerFn"),
         MisconfigurationException=pl("utilities.exceptions.MisconfigurationException"),

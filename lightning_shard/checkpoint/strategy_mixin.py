@@ -26,6 +26,7 @@ from . import extra_shards as _extra
 from . import files as _files
 from . import full as _full
 from . import sharded as _sharded
+from .hyper_parameters import with_plain_modules
 from .save import SavingMixin, existing
 
 __all__ = ["CheckpointMixin"]
@@ -158,8 +159,11 @@ class CheckpointMixin(SavingMixin):
         engine = self.engine_or_none
         state = checkpoint.get("state_dict")
         names = list(state) if isinstance(state, Mapping) else []
-        if engine is not None and self._settings.state_dict_type == "full":
-            checkpoint = _extra.gather_shards(engine, checkpoint)
+        if engine is not None:
+            full = self._settings.state_dict_type == "full"
+            checkpoint = _extra.gather_shards(engine, checkpoint) if full else checkpoint
+            key = self.lightning_module.CHECKPOINT_HYPER_PARAMS_KEY
+            checkpoint = with_plain_modules(engine, checkpoint, key, checkpoint.get("state_dict", {}) if full else {})
         filepath, of_first = self._from_rank0((filepath, names), "trainer.save_checkpoint")
         if self._settings.state_dict_type == "sharded" and engine is not None:
             if storage_options is not None:

@@ -25,6 +25,7 @@ from torch_shard.frontend.checkpoint import (
 )
 from torch_shard.log import logger
 
+from ..checkpoint import extra_shards as _extra
 from ..checkpoint import files as _files
 from ..checkpoint import full as _full
 from ..checkpoint import sharded as _sharded
@@ -62,7 +63,8 @@ class FabricCheckpointMixin(SavingMixin):
 
         Args:
             path: of the file or folder; rank 0's counts.
-            state: the objects by the user's keys. Without a sharded module they become one file in any case.
+            state: the objects by the user's keys. Without a sharded module they become one file in any case. ShardTensors, as in
+                ``model.state_dict()``, become full tensors.
             storage_options: for the plugin that writes single files.
             filter: by key, a function that chooses which entries of a state dict are saved. For a file rank 0 calls it; for a
                 folder all ranks do, only for modules' entries, which are ShardTensors of global shape then.
@@ -77,6 +79,8 @@ class FabricCheckpointMixin(SavingMixin):
     def _save(self, path: Any, state: dict[str, Any], storage_options: Any, filter: Filter) -> None:
         path, keys = self._from_rank0((path, list(state)), "fabric.save")
         plain = self._run_on_all(lambda: self._prepared(state, keys, storage_options, filter))
+        if self.engine_or_none is not None:  # there may be state dicts, which the user has made
+            plain = _extra.gather_shards(self.engine_or_none, plain)
         if self._settings.state_dict_type == "sharded" and self._coordinator is not None:
             self._save_folder(self._coordinator, path, state, plain, filter)
         else:
@@ -85,7 +89,7 @@ class FabricCheckpointMixin(SavingMixin):
             self._save_file(path, state, plain, storage_options, filter)
 
     def _prepared(self, state: dict[str, Any], keys: list[str], storage_options: Any, filter: Filter) -> dict[str, Any]:
-        """Return everything that is not sharded, as it will be saved; raise for what can't be saved. Not collective."""
+        """Return all but sharded modules and their optimizers, as it will be saved; raise for what can't be. Not collective."""
         if list(state) != keys:
             raise ConfigError(f"fabric.save: the state has other keys here ({list(state)}) than on rank 0 ({keys}).")
         is_folder = self._settings.state_dict_type == "sharded" and any(map(_is_sharded_module, state.values()))

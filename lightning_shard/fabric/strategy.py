@@ -13,7 +13,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
 from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import clip_norm, engines_over, limit_values
+from torch_shard.frontend import advise_saving, clip_norm, engines_over, limit_values
 
 from ..strategy import precision as _precision
 from ..strategy.processes import ProcessesMixin, mesh_on
@@ -23,6 +23,11 @@ from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner, unwrapped
 
 __all__ = ["FabricStrategyMixin"]
+
+_SAVING = (
+    'Use fabric.save(path, model.state_dict()) instead, or fabric.save(path, {"model": model, "optimizer": optimizer}), called '
+    "on all ranks."
+)
 
 
 class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
@@ -114,7 +119,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         engine = torch_shard.engine_of(module)
         if engine is None:
             with checkpointed_layers(module, self._checkpointed, config.units, self._offloaded):
-                torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
+                engine = torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
+            advise_saving(engine, _SAVING)
         elif not same_config(engine.config, config) or engine.device != self.root_device:
             raise ConfigError(
                 "fabric.setup: the module is sharded already, with other settings. Give back the plain module first: "

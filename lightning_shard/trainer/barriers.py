@@ -1,13 +1,16 @@
-"""Barriers and reductions of the Trainer, in which a rank would wait silently while another one is in a forward of its own.
+"""Barriers, reductions and gathers of the Trainer, in which a rank would wait silently while another one is in a forward.
 
 ``if trainer.is_global_zero: self(x)`` in a hook of an evaluation, or a ``validation_step`` that generates as many tokens as its
 batch needs, do no harm under DDP, where a forward without gradients sends nothing. Here one rank waits in an all-gather, and the
-others in what the Trainer reduces at the end of the loop. So the ranks first check that all have come to the same operation.
+others in what the Trainer reduces at the end of the loop. Also under DDP, a rank that alone logs with ``sync_dist=True`` within a
+step waits for ever. So the ranks first check that all have come to the same operation.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch.distributed as dist
 
 from torch_shard.frontend import group_timeout, meet
 
@@ -17,7 +20,7 @@ __all__ = ["BarrierMixin"]
 
 
 class BarrierMixin(MixinBase):  # type: ignore[misc]
-    """The part of the Trainer's strategy that communicates between steps."""
+    """The part of the Trainer's strategy that communicates for the user and the loops."""
 
     _failed: bool
 
@@ -36,12 +39,21 @@ class BarrierMixin(MixinBase):  # type: ignore[misc]
         Raises:
             DivergenceError: at once on all ranks, if another rank waits in an operation of the engine.
         """
-        # This costs little, since Lightning's reduction begins with a barrier. Within steps it does nothing.
-        if group is None:
-            self._wait_for_all("a reduction over the ranks (self.log with sync_dist=True, perhaps)")
+        # This costs little, since Lightning's reduction begins with a barrier.
+        self._wait_for_all("a reduction over the ranks (self.log with sync_dist=True, perhaps)", group)
         return super().reduce(tensor, group, reduce_op)
 
-    def _wait_for_all(self, what: str) -> None:
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all ranks, stacked. Collective.
+
+        Raises:
+            DivergenceError: at once on all ranks, if another rank waits in an operation of the engine.
+        """
+        self._wait_for_all("self.all_gather", group)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _wait_for_all(self, what: str, group: Any = None) -> None:
         engine = self.engine_or_none
-        if engine is not None and engine.world_size > 1 and not self._failed:
+        everyone = group in (None, dist.group.WORLD)  # a group of the user's own may lack some ranks
+        if everyone and engine is not None and engine.world_size > 1 and not self._failed:
             meet(engine, group_timeout(self.root_device), what)

@@ -4,10 +4,13 @@ Lightning's handler waits for rank 0 in the middle of whatever the rank was doin
 rank 0 waits for this rank, as it does in each forward; and a rank that has not received the signal, on another node, never comes
 to the handler. So here the handler only notes the signal. Before each batch of training, and when an evaluation begins, the ranks
 exchange whether one of them has received it.
+
+Lightning's exception for it is a SystemExit without a status, which would be 0: a job that was stopped would count as complete.
 """
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from torch_shard.frontend import any_rank
@@ -68,3 +71,12 @@ class SigtermMixin(MixinBase):  # type: ignore[misc]
         """End the run before a batch of training if any rank has received the signal. Collective."""
         if self._should_end():
             raise self._private.SIGTERMException
+
+    def _give_exit_status(self, exception: BaseException) -> None:
+        """Have the process that SIGTERM ends exit with the status that says so, 143, for whoever has started it."""
+        # Lightning's own launcher kills the main process, which may still be saving, once a process that it has started exits
+        # with another status than 0.
+        environment = self._private.LightningEnvironment
+        by_lightning = isinstance(self.cluster_environment, environment) and self.local_rank > 0
+        if isinstance(exception, self._private.SIGTERMException) and not by_lightning:
+            exception.code = 128 + signal.SIGTERM

@@ -17,6 +17,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations
 from torch_shard.errors import UnitStateError
+from torch_shard.frontend import advise_saving, own_buffers
 from torch_shard.log import logger
 
 from .._private import Private, run_as_forward
@@ -37,6 +38,11 @@ from .sigterm import SigtermMixin
 from .uneven_batches import EvaluationMixin
 
 __all__ = ["TrainerStrategyMixin"]
+
+_SAVING = (
+    "Save trainer.strategy.engine.state_dict() instead, and for optimizers trainer.strategy.engine.optim_state_dict(optimizer), "
+    "called on all ranks, with trainer.strategy.barrier() behind what one rank writes; trainer.save_checkpoint(path) saves both."
+)
 
 
 class TrainerStrategyMixin(
@@ -157,6 +163,7 @@ class TrainerStrategyMixin(
         with checkpointed_layers(self.model, self._checkpointed, config.units, self._offloaded):
             if engine is None:
                 self._shard(config, fitting)
+        advise_saving(self.engine, _SAVING)
         self.model_to_device()
         averaging.shard(trainer.callbacks, self.engine, self._private)
         self._prepared = True
@@ -197,8 +204,10 @@ class TrainerStrategyMixin(
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
             if not self.lightning_module.automatic_optimization:
-                # Its forwards must use what its optimizer steps change, which is not possible within one forward.
-                return self.lightning_module.training_step(*args, **kwargs)
+                # Its forwards must use what its optimizer steps change, which is not possible within one forward. Buffers are
+                # not sent: under Lightning's DDP this step does not count as a forward whose backward reduces.
+                with own_buffers(self.engine):
+                    return self.lightning_module.training_step(*args, **kwargs)
             return run_as_forward(self.lightning_module, "training_step", args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,6 +240,7 @@ class TrainerStrategyMixin(
     def on_exception(self, exception: BaseException) -> None:
         """Note that the run has failed: the other ranks may be anywhere, so teardown must not wait for them."""
         self._failed = True
+        self._give_exit_status(exception)
 
     def teardown(self) -> None:
         """Give the module and its optimizers back as DDP does: plain, full and on the CPU. Collective.

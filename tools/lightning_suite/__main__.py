@@ -3,10 +3,10 @@
     python tools/lightning_suite CHECKOUT [--start spawn] [--only REGEX] [--json FILE]
 
 CHECKOUT is a copy of Lightning's repository at the installed version. Its tests are copied twice into a temporary folder;
-in the second copy every name of DDP (``"ddp"``, ``"ddp_spawn"``, ``"ddp_fork"``, ...) is one of ours instead, and the class
-``DDPStrategy`` is ours. Of both, those tests run that name DDP, each in a process of its own, and those that Lightning marks
-as standalone each under a pytest of their own. A test counts if, in the first copy, it took one of the names from a registry
-of strategies.
+in the second copy every name of DDP (``"ddp"``, ``"ddp_spawn"``, ``"ddp_fork"``, ...) is one of ours instead, the class
+``DDPStrategy`` is ours, and so is the strategy that Lightning chooses for several devices by default. Of both, those tests run
+that name DDP, or several devices and no strategy, each in a process of its own, and those that Lightning marks as standalone
+each under a pytest of their own. A test counts if, in the first copy, it took one of DDP's names from a registry of strategies.
 
 ``ddp_spawn`` becomes ``ddp_fork`` and ``shard_fork``, which need no import of everything in each rank of each test. The few
 tests that fail so under DDP, since they assert how processes start, run once more with ``ddp_spawn`` and ``shard_spawn``.
@@ -60,7 +60,7 @@ def main() -> int:
         for family, endings in (("ddp", ddp), ("shard", shard)):
             with tempfile.TemporaryDirectory(prefix="lightning-suite-") as folder:
                 _copy(options.checkout, Path(folder), family, start)
-                endings |= _run(Path(folder), wanted, options.timeout)
+                endings |= _run(Path(folder), wanted, options.timeout, family)
         wanted = [case for case in ddp if ddp[case].outcome == "failed"]
     results = compare(ddp, shard)
     if options.json:
@@ -84,7 +84,7 @@ def _options() -> argparse.Namespace:
 
 
 def functions_to_run(checkout: Path, only: re.Pattern[str]) -> list[str]:
-    """The tests that name DDP, as ``tests/package/path::function``, without those of :data:`EXCLUDED`."""
+    """The tests that name DDP or get it, as ``tests/package/path::function``, without those of :data:`EXCLUDED`."""
     functions = []
     for package in PACKAGES:
         for path in sorted((checkout / "tests" / package).rglob("test_*.py")):
@@ -107,15 +107,15 @@ def _key(case: str) -> str:
     return case.removeprefix("tests/").partition("#")[0]
 
 
-def _run(root: Path, wanted: list[str], timeout: int) -> dict[str, Ending]:
+def _run(root: Path, wanted: list[str], timeout: int, family: str) -> dict[str, Ending]:
     endings: dict[str, Ending] = {}
     for package in PACKAGES:
         of_package = [case for case in wanted if _key(case).startswith(package)]
         if of_package:
-            endings |= _pytest(root, of_package, timeout)
+            endings |= _pytest(root, of_package, timeout, LIGHTNING_SUITE_FAMILY=family)
     for case, ending in list(endings.items()):
         if STANDALONE in ending.reason:
-            endings |= _pytest(root, [case], timeout, PL_RUN_STANDALONE_TESTS="1")
+            endings |= _pytest(root, [case], timeout, LIGHTNING_SUITE_FAMILY=family, PL_RUN_STANDALONE_TESTS="1")
     return endings
 
 
@@ -156,8 +156,8 @@ def compare(ddp: dict[str, Ending], shard: dict[str, Ending]) -> dict[str, list[
         second = shard.get(case, Ending(first.id, "failed", "was not collected", [], 0.0, case))
         if first.outcome == "skipped" and not first.asked:
             group, reason = "skipped", first.reason
-        elif first.outcome == "passed" and not any(map(renamed, first.asked)) or any(map(renamed, second.asked)):
-            continue  # with this set of parameters DDP is not asked for, or chosen by the Trainer itself
+        elif first.outcome == "passed" and not any(map(renamed, first.asked)):
+            continue  # with this set of parameters DDP is neither asked for nor chosen
         elif first.outcome == second.outcome != "failed":
             group, reason = "with both", ""
         elif first.outcome == "failed":

@@ -6,12 +6,15 @@ __all__ = ["EXCLUDED", "REFUSED"]
 
 _MPS = "asserts the text that DDP is not for MPS; ours is refused there with another text"
 _NAMES = "asserts the list of all registered names, and fails wherever a package registers more"
+_START = "asserts how processes start by a private attribute of Fabric's DDPStrategy (_start_method)"
 _UNUSED = "asserts that DDP refuses unused parameters, which are trained with here"
 
 EXCLUDED: dict[str, str] = {
     "tests_fabric/strategies/test_registry.py::test_available_strategies_in_registry": _NAMES,
     "tests_fabric/test_cli.py::test_run_get_supported_strategies": _NAMES,
     "tests_fabric/test_connector.py::test_invalid_ddp_strategy_with_mps": _MPS,
+    "tests_fabric/test_connector.py::test_multi_device_default_strategy": _START,
+    "tests_fabric/test_connector.py::test_strategy_choice_ddp_fork_in_interactive": _START,
     "tests_fabric/test_connector.py::test_unsupported_tpu_choice": "gives DDPStrategy XLAPrecision, which ours refuses first",
     "tests_fabric/test_fabric.py::test_setup_module": "asserts that DistributedDataParallel is made",
     "tests_pytorch/accelerators/test_common.py::test_pluggable_accelerator": (
@@ -31,7 +34,7 @@ EXCLUDED: dict[str, str] = {
         "gives DDPStrategy XLAPrecision, which ours refuses first"
     ),
 }
-"""By file and function: not run, since they assert DDP's own options or messages."""
+"""By file and function: not run, since they assert DDP's own options, attributes or messages."""
 
 REFUSED: dict[str, str] = {
     "tests_pytorch/callbacks/test_pruning.py::test_pruning_callback_ddp_cpu": (

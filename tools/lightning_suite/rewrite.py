@@ -1,4 +1,4 @@
-"""Lightning's tests under another strategy: which of them name DDP, and their text with ours named instead.
+"""Lightning's tests under another strategy: which of them name DDP or get it by default, and their text with ours named instead.
 
 Two things change: string literals that are a name (``"ddp_spawn"``, also as a parameter of a parametrized test or on one side
 of a comparison) or quote one (``"strategy='ddp'"``), and what the imported name ``DDPStrategy`` stands for, so that
@@ -12,10 +12,12 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from typing import Any
 
 __all__ = ["functions_that_change", "renamed", "rewritten"]
 
 _NAME = re.compile(r"ddp(?P<how>_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?")
+_ALONE = (1, "1", "auto", None)  # as a number of devices or nodes on a CPU
 _QUOTED = re.compile(r"(\bstrategy='?)(ddp\w*)")
 
 
@@ -79,7 +81,10 @@ def _value(literal: str) -> str:
 
 
 def functions_that_change(source: str) -> set[str]:
-    """Tests of a file, functions or methods, which name DDP themselves or use something of the file that does."""
+    """Tests of a file, functions or methods, for which DDP may be chosen, or which use something of the file for which it may be.
+
+    They name DDP, or several devices without a strategy, for which Lightning chooses DDP.
+    """
     tree = ast.parse(source)
     named: dict[str, ast.stmt] = {}
     for statement in tree.body:
@@ -87,7 +92,7 @@ def functions_that_change(source: str) -> set[str]:
             named[statement.name] = statement
         elif isinstance(statement, ast.Assign):
             named.update({target.id: statement for target in statement.targets if isinstance(target, ast.Name)})
-    changing = {name for name, statement in named.items() if _names_ddp(statement)}
+    changing = {name for name, statement in named.items() if any(map(_names_ddp, ast.walk(statement)))}
     while True:
         users = {name for name, statement in named.items() if name not in changing and _used(statement) & changing}
         if not users:
@@ -96,8 +101,17 @@ def functions_that_change(source: str) -> set[str]:
     return {function for name in changing for function in _tests_of(named[name])}
 
 
-def _names_ddp(statement: ast.stmt) -> bool:
-    return any(isinstance(node, ast.Constant) and renamed(str(node.value)) for node in ast.walk(statement))
+def _names_ddp(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return renamed(str(node.value)) is not None
+    given: dict[Any, ast.expr | None] = {}
+    if isinstance(node, ast.Call):
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+    elif isinstance(node, ast.Dict):
+        given = {getattr(key, "value", None): value for key, value in zip(node.keys, node.values, strict=True)}
+    values = {name: getattr(value, "value", "?") for name, value in given.items()}
+    sizes = (values.get("devices"), values.get("num_nodes"))
+    return values.get("strategy", "auto") == "auto" and any(size not in _ALONE for size in sizes)
 
 
 def _used(statement: ast.stmt) -> set[str]:

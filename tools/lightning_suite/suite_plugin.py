@@ -1,5 +1,5 @@
 """A plugin of pytest: runs the cases asked for, each in a process of its own, and writes down how each ended and which
-strategies it made by name.
+strategies it made by name. Where Lightning itself chooses DDP, it chooses the strategy of the same name of another family.
 
 A case is a test with one set of parameters, called ``path::function#number`` by its place among the function's sets:
 that is the same when the strategies' names in the parameters, and with them pytest's own ids, are others.
@@ -10,6 +10,7 @@ and since a test that hangs has to be ended together with its ranks.
 Read from the environment, since the processes that a test's launcher starts run the same command again:
 
 - ``LIGHTNING_SUITE_CASES``: a file with the functions (``path::function``) or cases to run, one a line;
+- ``LIGHTNING_SUITE_FAMILY``: ``"ddp"`` or ``"shard"``;
 - ``LIGHTNING_SUITE_RESULTS``: the file that gets a JSON object for each case;
 - ``LIGHTNING_SUITE_TIMEOUT``: seconds that a case may take.
 """
@@ -31,17 +32,32 @@ from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+from rewrite import renamed
 
 _asked: list[str] = []
 """Names of the strategies that the test which is running took from a registry."""
 
 
 def pytest_configure() -> None:
+    from lightning.fabric.connector import _Connector
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.pytorch.strategies import StrategyRegistry
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     for registry in (StrategyRegistry, STRATEGY_REGISTRY):
         _record(registry)
+    for connector in (_AcceleratorConnector, _Connector):
+        _replace_default(connector, os.environ["LIGHTNING_SUITE_FAMILY"])
+
+
+def _replace_default(connector: Any, family: str) -> None:
+    choose = connector._choose_strategy
+
+    def choose_of_family(self: Any) -> Any:
+        found = choose(self)
+        return renamed(str(found), family) or found
+
+    connector._choose_strategy = choose_of_family
 
 
 def _record(registry: Any) -> None:

@@ -42,6 +42,7 @@ _FRAMEWORKS = frozenset(
         "lightning",
         "lightning_fabric",
         "lightning_shard",
+        "lightning_utilities",
         "pytorch_lightning",
         "transformers",
     )

@@ -8,6 +8,7 @@ module of its own because it imports torch's distributed checkpoints. Unlike the
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..optim.state_tree import tensors_of
 from ..plan.layer_selection import classes_named
 from ..runtime import barrier as meeting
 from ..runtime import registry
+from ..runtime.forward_hooks import unregister
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
 from ..setup.lazy_param import Deferred, defer, deferred_of
 from ..shard_tensor.spec import same_cut, shard_of_full
@@ -47,6 +49,7 @@ __all__ = [
     "Strategy",
     "WithMetadata",
     "abandon",
+    "advise_saving",
     "agree",
     "any_rank",
     "broadcast_tensors",
@@ -75,9 +78,11 @@ __all__ = [
     "map_tensors",
     "meet",
     "optim_state_dict",
+    "own_buffers",
     "param_name",
     "param_names_of",
     "parameter_bytes",
+    "plain_copy",
     "precision_of",
     "reduce_scatter_single",
     "refusal_of",
@@ -128,11 +133,29 @@ def is_solo(engine: Engine) -> bool:
 
 
 def meet(engine: Engine, seconds: float, what: str) -> None:
-    """Wait until all ranks are in `what`, for `seconds` at least; in a forward or a backward return at once. Collective."""
+    """Wait until all ranks are in `what`, for `seconds` at least; in a backward return at once. Collective."""
     meeting.meet(engine._runtime, seconds, what)
 
 
+@contextlib.contextmanager
+def own_buffers(engine: Engine) -> Iterator[None]:
+    """Leave each rank its own buffers in the forwards inside, and in those that follow until another trains. Not collective."""
+    runtime = engine._runtime
+    sync, runtime.buffers = runtime.buffers, None
+    try:
+        yield
+    finally:
+        runtime.buffers = sync
+        if sync is not None:
+            sync.due = False
+
+
 # -- models -------------------------------------------------------------------------------------------------------------
+
+
+def advise_saving(engine: Engine, advice: str) -> None:
+    """Have errors about pickling shards say `advice`, whole sentences in the user's terms, in place of the engine's own."""
+    engine._runtime.collectives.watchdog.saving = advice
 
 
 def abandon(engine: Engine) -> None:
@@ -159,6 +182,26 @@ def parameter_bytes(engine: Engine) -> int:
     return sum(
         flat.layout.numel * flat.shard.element_size() for unit in engine.units if unit.gathers for flat in unit.flats
     )
+
+
+def plain_copy(engine: Engine, module: nn.Module, values: Mapping[str, Any]) -> nn.Module:
+    """Return a copy of a part of the sharded model that knows nothing of the engine. Not collective.
+
+    Its parameters and persistent buffers hold `values`, full tensors by the names of the whole model, in the same memory; a
+    KeyError says that a parameter has none.
+    """
+    runtime, model = engine._runtime, engine.model
+    memo: dict[int, Any] = {id(part): part for part in (runtime, *runtime.units)}  # which the hooks hold
+    held = {id(p) for p in module.parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if id(p) in held:
+            memo[id(p)] = nn.Parameter(values[name], requires_grad=p.requires_grad)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in values:
+            memo[id(buffer)] = values[name]
+    found = copy.deepcopy(module, memo)
+    unregister(found, ())
+    return found
 
 
 def refuse_inside(engine: Engine, what: str) -> None:

@@ -12,7 +12,7 @@ __all__ = ["meet"]
 def meet(runtime: Runtime, seconds: float, what: str) -> None:
     """Wait until all ranks have come to `what`. Collective.
 
-    Inside a forward or a backward, where the ranks don't compare what they do, this returns at once.
+    Inside a backward, which comes to the same place at another time on each rank, this returns at once.
 
     Args:
         runtime: of the engine whose ranks are meant.
@@ -26,6 +26,6 @@ def meet(runtime: Runtime, seconds: float, what: str) -> None:
     c = runtime.collectives
     control = c.watchdog.channels.get("control")
     can_agree = control is not None and not control.groups.broken
-    if can_agree and not runtime.forwards.running and not runtime.solo and graph_task() == -1:
+    if can_agree and not runtime.solo and graph_task() == -1:
         with c.watchdog.timeout_at_least(seconds):
             agree(runtime, what)

@@ -132,8 +132,7 @@ class Runtime:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self.collectives.world_rank}: a sharded model can't be pickled (torch.save(model)), since each rank holds "
-            'shards only. Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, called on all ranks, '
-            "with a torch.distributed.barrier() behind what one rank writes."
+            f"shards only. {self.collectives.watchdog.saving}"
         )
 
     # -- what units ask -----------------------------------------------------------------------------------------

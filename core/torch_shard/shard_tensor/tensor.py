@@ -174,9 +174,7 @@ class ShardTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's shard. "
-            'Save engine.state_dict(form="full") (accelerator.get_state_dict(model)) instead, and for optimizers '
-            "engine.optim_state_dict(optimizer), called on all ranks; put a torch.distributed.barrier() behind what one rank "
-            "writes."
+            f"{self._spec.comm.watchdog.saving}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -376,13 +376,3 @@ def test_a_script_ends_on_all_ranks_with_a_failure_and_says_the_first_error_firs
     assert first in (said or [""])[0], said
     if what == "raise":
         assert "ZeroDivisionError: on purpose" in done.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_script_that_is_told_to_end_does_so_on_all_ranks(tmp_path, victim):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = run_python(script, "SIGTERM", victim, "shard", folder=tmp_path, timeout=300)  # Lightning's exit status
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("ENDED "))
-    assert said == ["ENDED 0 SIGTERMException", "ENDED 1 SIGTERMException"]

@@ -1,0 +1,33 @@
+"""``torch.save`` of a sharded state dict is an error that says what the Trainer's user writes instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lightning.support import assert_same_state, loader, net_class, trainer
+from tests.support.ranks import ranks
+from torch_shard.errors import ShardPicklingError
+
+
+class Saves(net_class("lightning")):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_epoch_end(self):
+        for value in (self.state_dict(), self.inner):
+            with pytest.raises(ShardPicklingError, match=r"trainer\.strategy\.engine\.state_dict\(\)") as caught:
+                torch.save(value, self.path)
+            assert "accelerator" not in str(caught.value)
+        state = self.trainer.strategy.engine.state_dict()
+        if self.trainer.is_global_zero:
+            torch.save(state, self.path)
+        self.trainer.strategy.barrier()
+
+
+@ranks(2)
+def test_torch_save_in_a_hook_names_the_strategys_engine_with_which_it_works(world_size, tmp_path):
+    module = Saves(tmp_path / "weights.pt")
+    trainer("lightning", world_size).fit(module, loader(world_size))
+    assert_same_state(torch.load(tmp_path / "weights.pt"), module.state_dict())
