@@ -157,6 +157,19 @@ def test_mixed_precision_becomes_the_engines(rank):
         FSDP(other, mixed_precision=mixed)(batch(rank, 0).float())
 
 
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(None)])
+def test_modules_that_torch_keeps_in_full_precision_keep_their_buffers(dtype, rank):
+    mixed = MixedPrecision(dtype, torch.bfloat16, torch.bfloat16)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 3)))
+    net.register_buffer("scale", torch.ones(3))
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), mixed_precision=mixed)
+    model(batch(rank, 0).float()).float().sum().backward()
+    assert model[1].running_mean.dtype is model[1].weight.grad.dtype is torch.float32
+    assert model[1].running_mean.count_nonzero() and model.scale.dtype is torch.bfloat16
+
+
 def engine_of_used(model, rank):
     model(batch(rank, 0).float())
     return engine_of(model)

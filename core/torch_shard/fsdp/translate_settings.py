@@ -147,8 +147,8 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
 def _precision(mixed: MixedPrecision | None, has_policy: bool) -> Precision | None:
     if mixed is None:
         return None
-    # With a policy, torch wraps the modules of these classes by themselves.
-    keep = tuple(mixed._module_classes_to_ignore or ()) if has_policy and mixed.param_dtype is not None else ()
+    # With a policy, torch wraps the modules of these classes by themselves, without mixed precision.
+    keep = tuple(mixed._module_classes_to_ignore or ()) if has_policy else ()
     return Precision(
         param_dtype=mixed.param_dtype,
         reduce_dtype=mixed.reduce_dtype,
