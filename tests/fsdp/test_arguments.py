@@ -13,7 +13,7 @@ from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
-from torch_shard.errors import ConfigError
+from torch_shard.errors import ConfigError, SetupError
 from torch_shard.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, translate_settings
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -114,6 +114,40 @@ def test_param_init_fn_fills_a_model_on_meta(rank):
     assert found["blocks.1.up.weight"].std() > 0.05
     model.load_state_dict(build().state_dict())
     torch.testing.assert_close(train(model, optimizer, rank), plain(rank)[0], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["to_empty", "replaced", "reset on the way"])
+def test_param_init_fn_finds_what_it_fills_on_meta(way, rank):
+    """As with torch's class; most functions ask for that."""
+
+    def init(module):
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, t in [(name, t) for name, t in tensors if t.is_meta]:
+            if way == "replaced":
+                value = torch.full(t.shape, 0.5, dtype=t.dtype)
+                setattr(module, name, nn.Parameter(value) if isinstance(t, nn.Parameter) else value)
+                continue
+            if getattr(module, name).is_meta:
+                module.to_empty(device="cpu", recurse=False)
+                if way == "reset on the way":
+                    module.reset_parameters()
+            getattr(module, name).fill_(0.5)
+
+    with torch.device("meta"):
+        net = with_norm()
+    for name, value in FSDP(net, param_init_fn=init).state_dict().items():
+        assert (value == (0.5 if value.is_floating_point() else 0)).all(), name
+
+
+def test_param_init_fn_that_leaves_a_module_on_meta_is_named(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with torch.device("meta"):
+        net = nn.Linear(3, 3)
+    with pytest.raises(
+        SetupError, match=r"param_init_fn has left '(weight|bias)' of Linear on the meta device; it must call"
+    ):
+        FSDP(net, param_init_fn=lambda module: None).state_dict()
 
 
 @ranks(2)

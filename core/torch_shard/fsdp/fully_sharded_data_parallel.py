@@ -84,7 +84,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         backward_prefetch: None, without `forward_prefetch`, turns prefetching off.
         mixed_precision: the dtypes, as in :class:`torch_shard.Precision`; inner modules have the same, or none.
         ignored_modules, ignored_states: modules and parameters that are not sharded, nor reduced.
-        param_init_fn: fills modules on the meta device, which have memory when it is called.
+        param_init_fn: fills a module that is on the meta device; it must call ``to_empty()`` or replace the tensors.
         device_id: the device of the shards.
         sync_module_states: send rank 0's values. Without it each rank keeps its shard of its own values.
         forward_prefetch: has no effect, since forward prefetches anyway.

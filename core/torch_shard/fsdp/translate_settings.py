@@ -27,10 +27,10 @@ from torch.distributed.fsdp import (
 from ..comm.process_groups import ranks_of
 from ..config.offload import Offload
 from ..config.precision import NONE, Precision
-from ..errors import ConfigError
+from ..errors import ConfigError, SetupError
 from ..log import logger
 
-__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "zero"]
+__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "zeros"]
 
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",
@@ -283,28 +283,62 @@ def _init_fn(requests: list[tuple[nn.Module, Request]]) -> Callable[[nn.Module],
     if all(request.init_fn is None for _, request in requests):
         return None
     by_module = {id(m): request.init_fn for module, request in requests for m in module.modules()}
+    root, _ = requests[0]
+    empty = {
+        id(m): {name for own in _tensors(m) for name, t in own.items() if t is not None and t.is_meta}
+        for m in root.modules()
+    }
 
     def initialise(module: nn.Module) -> None:
         init_fn = by_module.get(id(module))
         if init_fn is not None:
-            # torch's param_init_fn begins with to_empty(). Here the module has memory already, and must keep it.
-            module.__dict__["to_empty"] = functools.partial(zero, module)
-            try:
-                init_fn(module)
-            finally:
-                del module.__dict__["to_empty"]
+            _initialise_from_meta(module, init_fn, empty[id(module)])
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
 
     return initialise
 
 
-def zero(module: nn.Module, *, device: Any = None, recurse: bool = True) -> Any:
-    """Fill what one module holds itself with zeros, for code that loads values later, with the signature of ``to_empty``."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
+def _tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _initialise_from_meta(module: nn.Module, init_fn: Callable[[nn.Module], None], empty: set[str]) -> None:
+    """Call `init_fn` on a module whose `empty` tensors are on meta, as torch does, and keep the values in their own memory.
+
+    The tensors have memory already. ``to_empty()`` puts them in, and what else replaces one is copied to it.
+    """
+    places = [(own, name, own[name]) for own in _tensors(module) for name in own if name in empty]
+
+    def to_empty(*, device: Any = None, recurse: bool = True) -> nn.Module:
+        for own, name, tensor in places:
             tensor.zero_()
-    return module
+            own[name] = tensor
+        return module
+
+    for own, name, tensor in places:
+        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        own[name] = nn.Parameter(twin, tensor.requires_grad) if own is module._parameters else twin
+    module.__dict__["to_empty"] = to_empty
+    try:
+        init_fn(module)
+        for own, name, tensor in places:
+            if own[name].is_meta:
+                raise SetupError(
+                    f"param_init_fn has left {name!r} of {type(module).__name__} on the meta device; it must call "
+                    "module.to_empty(device=..., recurse=False) and then give the values."
+                )
+            if own[name] is not tensor:
+                tensor.copy_(own[name])
+    finally:
+        del module.__dict__["to_empty"]
+        for own, name, tensor in places:
+            own[name] = tensor
+
+
+def zeros(module: nn.Module) -> None:
+    """Fill what one module holds itself with zeros; a ``param_init_fn`` for code that loads values later."""
+    module.to_empty(device=None, recurse=False)
 
 
 def _one_precision(own: Request, nested: _Nested) -> tuple[Precision | None, dict[str, torch.dtype]]:
