@@ -162,8 +162,9 @@ def optim_state_dict_to_load(
     Args:
         model: a sharded model.
         optim: an optimizer over its parameters, with the groups that were saved.
-        optim_state_dict: state by name or by number, on every rank, with full tensors or ShardTensors sharded like the
-            parameters. With ``rank0_only`` set (:mod:`torch_shard.state_dict_type`) only rank 0's is read.
+        optim_state_dict: state by name or by number, on every rank, with full tensors, ShardTensors sharded like the
+            parameters, or the ShardedTensors of torch's ``load_sharded_optimizer_state_dict``. With ``rank0_only`` set
+            (:mod:`torch_shard.state_dict_type`) only rank 0's is read.
         is_named_optimizer: ignored, because the dict itself shows it.
         load_directly: True to load the result, too.
         group: ignored.
@@ -367,12 +368,46 @@ def _to_load(
         named = _named(engine, optim, given, what)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    agree(engine._runtime, what, None, error)
+    chunked = [(name, key) for name, own in named.get("state", {}).items() for key in own if _is_chunked(own[key])]
+    agree(engine._runtime, what, chunked, error)
+    if chunked:
+        named = _with_shards(engine, optim, named, chunked, what)
     result = optimizer_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
     if directly:
         optim.load_state_dict(result)
         optimizer_state.keep_as_saved(optim, result["state"])
     return result
+
+
+def _is_chunked(value: Any) -> bool:
+    """Return True for a ShardedTensor of torch's, which its ``load_sharded_optimizer_state_dict`` makes: a chunk on each rank."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
+
+
+def _with_shards(
+    engine: Engine, optim: torch.optim.Optimizer, named: dict[str, Any], chunked: list[tuple[str, Any]], what: str
+) -> dict[str, Any]:
+    """Return state by name with this rank's shards in place of its `chunked` entries, each gathered by itself. Collective."""
+    numbers = {name: number for number, name in enumerate(_by_number(engine, optim))}
+    state, keep = {name: dict(own) for name, own in named["state"].items()}, _shards_of(optim)
+    c, found, wanted = engine._runtime.collectives, 0, 0
+    for name, key in chunked:
+        value = state[name][key]
+        full = torch.zeros(value.size(), dtype=value.dtype)
+        wanted += full.numel()
+        for chunk in value.local_shards():
+            at = zip(chunk.metadata.shard_offsets, chunk.metadata.shard_sizes, strict=True)
+            full[tuple(slice(start, start + size) for start, size in at)] = chunk.tensor
+            found += chunk.tensor.numel()
+        # As bytes, of which all ranks but one add zeros.
+        c.all_ranks.all_reduce(full.view(-1).view(torch.uint8), "sum", what)
+        state[name][key] = keep(numbers[name], {key: full})[key] if name in numbers else full
+    if int(c.all_ranks.all_reduce(torch.tensor(found), "sum", what)) != wanted:
+        raise StateDictError(
+            f"rank {engine.rank}: {what}: the ShardedTensors have chunks on other ranks than the model's. Read the checkpoint on "
+            "the model's ranks, with torch.distributed.checkpoint.state_dict or engine.load."
+        )
+    return {**named, "state": state}
 
 
 def _engine(model: nn.Module, what: str) -> Engine:
