@@ -204,6 +204,14 @@ def test_modules_that_torch_keeps_in_full_precision_keep_their_buffers(dtype, ra
     assert model[1].running_mean.count_nonzero() and model.scale.dtype is torch.bfloat16
 
 
+def test_full_precision_in_evaluation_is_refused(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    for mixed in (MixedPrecision(torch.bfloat16), MixedPrecision(buffer_dtype=torch.bfloat16)):
+        with pytest.raises(ConfigError, match=r"FSDP_USE_FULL_PREC_IN_EVAL=1 .* Unset it; evaluate inside .*summon"):
+            FSDP(build(), mixed_precision=mixed)
+    FSDP(build(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+
+
 def engine_of_used(model, rank):
     model(batch(rank, 0).float())
     return engine_of(model)

@@ -370,8 +370,12 @@ _ATTRIBUTES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
     "rank": lambda wrapper: deferred_wrap.engine_around(wrapper).rank,
     "world_size": lambda wrapper: deferred_wrap.engine_around(wrapper).world_size,
     "compute_device": lambda wrapper: deferred_wrap.engine_around(wrapper).device,
-    "sharding_strategy": lambda wrapper: _request(wrapper, "sharding_strategy"),
     "mixed_precision": lambda wrapper: _request(wrapper, "mixed_precision") or MixedPrecision(),
+    "cpu_offload": lambda wrapper: _request(wrapper, "cpu_offload") or CPUOffload(),
+    **{
+        name: functools.partial(_request, name=name)
+        for name in ("sharding_strategy", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
+    },
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from ..log import logger
 
 __all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "zeros"]
 
+_FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",
     ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
@@ -147,6 +149,11 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
 def _precision(mixed: MixedPrecision | None, has_policy: bool) -> Precision | None:
     if mixed is None:
         return None
+    if os.environ.get(_FULL_IN_EVAL) == "1" and (mixed.param_dtype or mixed.buffer_dtype):
+        raise ConfigError(
+            f"FullyShardedDataParallel: {_FULL_IN_EVAL}=1 is set, and a model computes with the same dtypes in evaluation and in "
+            "training here. Unset it; evaluate inside FullyShardedDataParallel.summon_full_params(model) for full precision."
+        )
     # With a policy, torch wraps the modules of these classes by themselves, without mixed precision.
     keep = tuple(mixed._module_classes_to_ignore or ()) if has_policy else ()
     return Precision(
