@@ -32,8 +32,17 @@ def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
 
 
 @ranks(2)
-def test_arguments_without_a_meaning_are_named_once(rank):
+def test_the_first_wrap_says_that_names_have_no_prefix(rank):
     translate_settings.warn_once.cache_clear()
+    with captured_log() as messages:
+        for _ in range(3):
+            FSDP(build(), auto_wrap_policy=BLOCKS)
+    assert len(messages) == (rank == 0) and all("_fsdp_wrapped_module.'. Code" in text for text in messages)
+
+
+@ranks(2)
+def test_arguments_without_a_meaning_are_named_once(rank):
+    FSDP(build())  # the warning about names
     with captured_log() as messages:
         for _ in range(3):
             FSDP(build(), limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST)

@@ -36,11 +36,17 @@ from .api import (
     StateDictType,
 )
 from .module_mixin import WrappedModule, class_over
-from .translate_settings import of_fsdp, unused
+from .translate_settings import of_fsdp, unused, warn_once
 from .wrap import CustomPolicy, ModuleWrapPolicy
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+_NAMES = (
+    "FullyShardedDataParallel: modules and parameters have the names of the plain model, without torch's "
+    "'_fsdp_wrapped_module.'. Code that selects by names with that prefix selects nothing; leave the prefix out."
+)
 
 
 def _of_wrapped(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -154,6 +160,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
             chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, arguments)
             auto_wrap.replace(module, {m: FullyShardedDataParallel(m, **own) for m, own in chosen.items()})
         deferred_wrap.leave_mark(module, request)
+        warn_once(_NAMES)
         if auto_wrap_policy is not None:
             deferred_wrap.engine_around(module)
 

@@ -31,7 +31,7 @@ from ..config.precision import NONE, Precision
 from ..errors import ConfigError, SetupError
 from ..log import logger
 
-__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "zeros"]
+__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once", "zeros"]
 
 _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
 _STRATEGIES = {
