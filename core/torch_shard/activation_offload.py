@@ -29,15 +29,12 @@ import torch
 from .errors import ConfigError, ShardError
 from .offload.host_buffers import HostBuffer, HostBuffers
 from .shard_tensor.unsharded_param import is_of_unit
-from .utils.autograd_private import graph_task
+from .utils.autograd_private import graph_task, saved_tensors_hooks
 
 __all__ = ["MIN_BYTES", "ActivationOffload"]
 
 MIN_BYTES = 16 << 10
 """Smaller tensors stay on the device: starting a copy of them takes longer than the copy."""
-
-# Who has pushed hooks for saved tensors; no public accessor (torch 2.13; there since 2.8).
-_hooks_in_force: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class ActivationOffload:
@@ -109,7 +106,7 @@ class ActivationOffload:
         Raises (in backward):
             ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises an error then, too.
         """
-        if graph_task() != -1 or _hooks_in_force(True) is not None:
+        if graph_task() != -1 or saved_tensors_hooks(True) is not None:
             return contextlib.nullcontext()
         self._let_go()
         call = _Call(self)

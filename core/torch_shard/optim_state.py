@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,7 +106,8 @@ def _sharded(
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     error: Exception | None = None
     try:
-        names, taken = _by_number(engine, optim), optim.state_dict() if given is None else given
+        names = _by_number(engine, optim)
+        taken = optimizer_state.complete(optim.state_dict() if given is None else given, what, engine.rank)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(engine._runtime, what, names, error)
@@ -162,8 +163,9 @@ def optim_state_dict_to_load(
     Args:
         model: a sharded model.
         optim: an optimizer over its parameters, with the groups that were saved.
-        optim_state_dict: state by name or by number, on every rank, with full tensors or ShardTensors sharded like the
-            parameters. With ``rank0_only`` set (:mod:`torch_shard.state_dict_type`) only rank 0's is read.
+        optim_state_dict: state by name or by number, on every rank, with full tensors, ShardTensors sharded like the
+            parameters, or the ShardedTensors of torch's ``load_sharded_optimizer_state_dict``. With ``rank0_only`` set
+            (:mod:`torch_shard.state_dict_type`) only rank 0's is read.
         is_named_optimizer: ignored, because the dict itself shows it.
         load_directly: True to load the result, too.
         group: ignored.
@@ -198,13 +200,13 @@ def shard_full_optim_state_dict(
     Args:
         full_optim_state_dict: full tensors by name, or by number.
         model: a sharded model.
-        optim_input: ignored.
-        optim: an optimizer over the model's parameters, which is required here.
+        optim_input: without `optim`, the parameters or groups that it was made from; by default ``model.parameters()``.
+        optim: an optimizer over the model's parameters.
 
     The result and errors are those of :func:`optim_state_dict_to_load`.
     """
     engine = _engine(model, "shard_full_optim_state_dict")
-    optim = _required(optim, engine, "shard_full_optim_state_dict")
+    optim = _over(optim, optim_input, model)
     return _to_load(engine, optim, full_optim_state_dict, "shard_full_optim_state_dict")
 
 
@@ -233,25 +235,23 @@ def scatter_full_optim_state_dict(
     Args:
         full_optim_state_dict: full tensors by name or by number on rank 0. The argument of other ranks is ignored.
         model: a sharded model.
-        optim_input: ignored.
-        optim: an optimizer over the model's parameters, which is required here.
+        optim_input: without `optim`, the parameters or groups that it was made from; by default ``model.parameters()``.
+        optim: an optimizer over the model's parameters.
         group: ignored.
 
     The result and errors are those of :func:`optim_state_dict_to_load`.
     """
     what = "scatter_full_optim_state_dict"
     engine = _engine(model, what)
-    optim = _required(optim, engine, what)
+    optim = _over(optim, optim_input, model)
     runtime, given, error = engine._runtime, full_optim_state_dict, None
     names: list[str] = []
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
     try:
         names = _by_number(engine, optim)
         if engine.rank == 0:
-            if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
-                raise StateDictError(f"rank 0: {what}: rank 0 needs a dict with 'state' and 'param_groups'.")
             numbers = {name: number for number, name in enumerate(names)}
-            numbered = _renamed(_named(engine, optim, given, what), numbers, what, 0)
+            numbered = _renamed(_named(engine, optim, optimizer_state.complete(given, what, 0), what), numbers, what, 0)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, what, names, error)
@@ -292,23 +292,20 @@ def rekey_optim_state_dict(
         optim_state_dict: state by name or by number. Its tensors are not copied.
         optim_state_key_type: the keys of the result, an :class:`OptimStateKeyType` or torch's.
         model: a sharded or plain model.
-        optim_input: the parameters, or groups of them, that the optimizer was made from.
-        optim: the optimizer. This or `optim_input` is required. Numbers follow the order of its groups.
+        optim_input: without `optim`, the parameters or groups that it was made from; by default ``model.parameters()``.
+        optim: the optimizer. Numbers follow the order of its groups.
 
     Raises:
-        ConfigError: neither `optim` nor `optim_input` is given, or the key type is another.
-        StateDictError: a parameter is not in `model`, or the dict's groups have an unknown one.
+        ConfigError: the key type is another.
+        StateDictError: a parameter is not in `model`, the dict has no groups, or they have an unknown parameter.
     """
     what = "rekey_optim_state_dict"
     kind = getattr(optim_state_key_type, "name", None)
     if kind not in OptimStateKeyType.__members__:
         raise ConfigError(f"{what}: optim_state_key_type must be an OptimStateKeyType, not {optim_state_key_type!r}.")
-    if optim is None and optim_input is None:
-        raise ConfigError(
-            f"{what}: pass the optimizer (optim=...), or the parameters that it was made from (optim_input=...)."
-        )
-    params = params_of(optim) if optim is not None else _listed(optim_input)
+    params = params_of(_over(optim, optim_input, model))
     engine = engine_of(model)
+    optimizer_state.complete(optim_state_dict, what, 0 if engine is None else engine.rank)
     known = names_by_id(() if engine is None else engine.units, model)
     if any(id(p) not in known for p in params):
         raise StateDictError(f"{what}: the optimizer holds parameters that are not in the model.")
@@ -347,9 +344,9 @@ def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
 
 def _named(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str) -> dict[str, Any]:
     names = _by_number(engine, optim)
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
-        raise StateDictError(f"rank {engine.rank}: {what}: this rank needs a dict with 'state' and 'param_groups'.")
-    keys = {key for group in given["param_groups"] for key in group["params"]}
+    keys = {
+        key for group in optimizer_state.complete(given, what, engine.rank)["param_groups"] for key in group["params"]
+    }
     if keys <= set(names):
         return dict(given)
     return _renamed(given, dict(enumerate(names)), what, engine.rank)
@@ -367,12 +364,46 @@ def _to_load(
         named = _named(engine, optim, given, what)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    agree(engine._runtime, what, None, error)
+    chunked = [(name, key) for name, own in named.get("state", {}).items() for key in own if _is_chunked(own[key])]
+    agree(engine._runtime, what, chunked, error)
+    if chunked:
+        named = _with_shards(engine, optim, named, chunked, what)
     result = optimizer_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
     if directly:
         optim.load_state_dict(result)
         optimizer_state.keep_as_saved(optim, result["state"])
     return result
+
+
+def _is_chunked(value: Any) -> bool:
+    """Return True for a ShardedTensor of torch's, which its ``load_sharded_optimizer_state_dict`` makes: a chunk on each rank."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
+
+
+def _with_shards(
+    engine: Engine, optim: torch.optim.Optimizer, named: dict[str, Any], chunked: list[tuple[str, Any]], what: str
+) -> dict[str, Any]:
+    """Return state by name with this rank's shards in place of its `chunked` entries, each gathered by itself. Collective."""
+    numbers = {name: number for number, name in enumerate(_by_number(engine, optim))}
+    state, keep = {name: dict(own) for name, own in named["state"].items()}, _shards_of(optim)
+    c, found, wanted = engine._runtime.collectives, 0, 0
+    for name, key in chunked:
+        value = state[name][key]
+        full = torch.zeros(value.size(), dtype=value.dtype)
+        wanted += full.numel()
+        for chunk in value.local_shards():
+            at = zip(chunk.metadata.shard_offsets, chunk.metadata.shard_sizes, strict=True)
+            full[tuple(slice(start, start + size) for start, size in at)] = chunk.tensor
+            found += chunk.tensor.numel()
+        # As bytes, of which all ranks but one add zeros.
+        c.all_ranks.all_reduce(full.view(-1).view(torch.uint8), "sum", what)
+        state[name][key] = keep(numbers[name], {key: full})[key] if name in numbers else full
+    if int(c.all_ranks.all_reduce(torch.tensor(found), "sum", what)) != wanted:
+        raise StateDictError(
+            f"rank {engine.rank}: {what}: the ShardedTensors have chunks on other ranks than the model's. Read the checkpoint on "
+            "the model's ranks, with torch.distributed.checkpoint.state_dict or engine.load."
+        )
+    return {**named, "state": state}
 
 
 def _engine(model: nn.Module, what: str) -> Engine:
@@ -384,17 +415,8 @@ def _engine(model: nn.Module, what: str) -> Engine:
     return engine
 
 
-def _listed(optim_input: _Input) -> list[Any]:
-    found: list[Any] = []
-    for item in cast(Iterable[Any], optim_input):
-        params = item["params"] if isinstance(item, Mapping) else [item]
-        found += [params] if isinstance(params, torch.Tensor) else list(params)
-    return found
-
-
-def _required(optim: torch.optim.Optimizer | None, engine: Engine, what: str) -> torch.optim.Optimizer:
-    if optim is None:
-        raise ConfigError(
-            f"rank {engine.rank}: {what}: pass the optimizer, optim=...; its groups determine what is loaded."
-        )
-    return optim
+def _over(optim: torch.optim.Optimizer | None, optim_input: _Input, model: nn.Module) -> torch.optim.Optimizer:
+    """Return `optim`; without one, an optimizer that lists what `optim_input` has, by default all parameters, as torch does."""
+    if optim is not None:
+        return optim
+    return torch.optim.Optimizer(model.parameters() if optim_input is None else optim_input, {})

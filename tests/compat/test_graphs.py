@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.compat.harness import (
     MLP,
+    Block,
     Checkpointed,
     Pair,
     batch,
@@ -19,7 +23,7 @@ from tests.compat.harness import (
     same_grads,
     train_both,
 )
-from tests.support.marks import exhaustive, seldom
+from tests.support.marks import exhaustive, quick, seldom
 from tests.support.ranks import ranks
 
 
@@ -110,6 +114,72 @@ def test_two_losses_that_share_a_graph_train_like_plain(rank, world_size):
 @pytest.mark.parametrize("span", [1, *seldom(2)])
 def test_checkpointing_trains_like_plain(rank, world_size, strategy, reentrant, span):
     train_both(lambda: Checkpointed(reentrant, span, blocks=4), rank, world_size, strategy=strategy)
+
+
+def again(function, *args, **kwargs):
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+CALLS = {
+    "a a": lambda a, b, x: again(lambda h: a(a(h)), x),
+    "a a a": lambda a, b, x: again(lambda h: a(a(a(h))), x),
+    "a b a": lambda a, b, x: again(lambda h: a(b(a(h))), x),
+    "a b a b a": lambda a, b, x: again(lambda h: a(b(a(b(a(h))))), x),
+    "branches": lambda a, b, x: again(lambda h: a(h) + a(b(h)), x),
+    "outside, too": lambda a, b, x: a(again(lambda h: b(a(b(h))), a(x))),
+    "nested": lambda a, b, x: again(lambda h: a(again(lambda g: a(b(a(g))), b(a(h)))), x),
+    "reentrant inside": lambda a, b, x: again(
+        lambda h: a(b(checkpoint(lambda g: a(b(a(g))), h, use_reentrant=True))), x
+    ),
+    "to the end": lambda a, b, x: again(lambda h: a(b(a(h))), x, early_stop=False),
+}
+"""Ways to call two blocks several times in one checkpoint."""
+
+
+class Adds(Block):
+    """Keeps a term of the loss of each call, whose nodes are younger than the output's."""
+
+    def __init__(self):
+        super().__init__(7)
+        self.terms = []
+
+    def forward(self, x):
+        out = super().forward(x)
+        self.terms.append((out.detach() @ self.up.weight.t()).pow(2).mean())
+        return out
+
+
+class Looped(nn.Module):
+    def __init__(self, calls, block=lambda: Block(7)):
+        super().__init__()
+        self.inp, self.a, self.b, self.head = nn.Linear(5, 7), block(), block(), nn.Linear(7, 3)
+        self.calls = calls
+
+    def forward(self, x):
+        return self.head(CALLS[self.calls](self.a, self.b, self.inp(x)))
+
+
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("calls", quick(CALLS, ["a b a", "nested"]))
+def test_blocks_called_several_times_in_one_checkpoint_train_like_plain(rank, world_size, calls):
+    train_both(lambda: Looped(calls), rank, world_size)
+
+
+@ranks(2)
+@pytest.mark.parametrize("calls", ["a b a", *exhaustive("a a")])
+def test_terms_of_the_loss_from_each_call_in_one_checkpoint_train_like_plain(rank, world_size, calls):
+    def run(model, x):
+        for block in (model.a, model.b):
+            block.terms.clear()
+        out = model(x)
+        (loss_of(out) + sum(model.a.terms + model.b.terms)).backward()
+
+    train_both(lambda: Looped(calls, Adds), rank, world_size, run=run)
+
+
+@ranks(2)
+def test_a_model_in_one_checkpoint_that_calls_a_block_twice_trains_like_plain(rank, world_size):
+    train_both(lambda: Looped("outside, too"), rank, world_size, run=lambda m, x: plain_backward(partial(again, m), x))
 
 
 class Oops(Exception):

@@ -13,7 +13,7 @@ from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
-from torch_shard.errors import ConfigError
+from torch_shard.errors import ConfigError, SetupError
 from torch_shard.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, translate_settings
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
@@ -32,8 +32,17 @@ def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
 
 
 @ranks(2)
-def test_arguments_without_a_meaning_are_named_once(rank):
+def test_the_first_wrap_says_that_names_have_no_prefix(rank):
     translate_settings.warn_once.cache_clear()
+    with captured_log() as messages:
+        for _ in range(3):
+            FSDP(build(), auto_wrap_policy=BLOCKS)
+    assert len(messages) == (rank == 0) and all("_fsdp_wrapped_module.'. Code" in text for text in messages)
+
+
+@ranks(2)
+def test_arguments_without_a_meaning_are_named_once(rank):
+    FSDP(build())  # the warning about names
     with captured_log() as messages:
         for _ in range(3):
             FSDP(build(), limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
@@ -114,6 +123,40 @@ def test_param_init_fn_fills_a_model_on_meta(rank):
 
 
 @ranks(2)
+@pytest.mark.parametrize("way", ["to_empty", "replaced", "reset on the way"])
+def test_param_init_fn_finds_what_it_fills_on_meta(way, rank):
+    """As with torch's class; most functions ask for that."""
+
+    def init(module):
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, t in [(name, t) for name, t in tensors if t.is_meta]:
+            if way == "replaced":
+                value = torch.full(t.shape, 0.5, dtype=t.dtype)
+                setattr(module, name, nn.Parameter(value) if isinstance(t, nn.Parameter) else value)
+                continue
+            if getattr(module, name).is_meta:
+                module.to_empty(device="cpu", recurse=False)
+                if way == "reset on the way":
+                    module.reset_parameters()
+            getattr(module, name).fill_(0.5)
+
+    with torch.device("meta"):
+        net = with_norm()
+    for name, value in FSDP(net, param_init_fn=init).state_dict().items():
+        assert (value == (0.5 if value.is_floating_point() else 0)).all(), name
+
+
+def test_param_init_fn_that_leaves_a_module_on_meta_is_named(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with torch.device("meta"):
+        net = nn.Linear(3, 3)
+    with pytest.raises(
+        SetupError, match=r"param_init_fn has left '(weight|bias)' of Linear on the meta device; it must call"
+    ):
+        FSDP(net, param_init_fn=lambda module: None).state_dict()
+
+
+@ranks(2)
 @pytest.mark.parametrize("policy", [None, BLOCKS])
 def test_a_model_on_meta_may_be_loaded_before_its_first_forward(policy, rank):
     with torch.device("meta"):
@@ -152,6 +195,27 @@ def test_mixed_precision_becomes_the_engines(rank):
     other.head = FSDP(other.head, mixed_precision=MixedPrecision(torch.float16))
     with pytest.raises(ConfigError, match=r"mixed precision of head \(Precision\(param_dtype=torch.float16"):
         FSDP(other, mixed_precision=mixed)(batch(rank, 0).float())
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(None)])
+def test_modules_that_torch_keeps_in_full_precision_keep_their_buffers(dtype, rank):
+    mixed = MixedPrecision(dtype, torch.bfloat16, torch.bfloat16)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 3)))
+    net.register_buffer("scale", torch.ones(3))
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), mixed_precision=mixed)
+    model(batch(rank, 0).float()).float().sum().backward()
+    assert model[1].running_mean.dtype is model[1].weight.grad.dtype is torch.float32
+    assert model[1].running_mean.count_nonzero() and model.scale.dtype is torch.bfloat16
+
+
+def test_full_precision_in_evaluation_is_refused(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    for mixed in (MixedPrecision(torch.bfloat16), MixedPrecision(buffer_dtype=torch.bfloat16)):
+        with pytest.raises(ConfigError, match=r"FSDP_USE_FULL_PREC_IN_EVAL=1 .* Unset it; evaluate inside .*summon"):
+            FSDP(build(), mixed_precision=mixed)
+    FSDP(build(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
 
 
 def engine_of_used(model, rank):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -267,6 +268,26 @@ def test_optimizer_state_goes_through_the_functions_of_the_class(form, rank):
             assert set(numbered["state"]) == set(range(22))
             state = FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
         optimizer.load_state_dict(state)
+
+    continues(one, rank, save, load)
+
+
+@ranks(2, exhaustive=(3,))
+@pytest.mark.filterwarnings("ignore")
+def test_the_recipe_for_sharded_optimizer_state_of_torchs_documentation(rank, world_size, tmp_path):
+    def save(model, optimizer):
+        with FSDP.state_dict_type(model, SHARDED):
+            state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=tmp_path)
+
+    def load(model, optimizer, _):
+        with FSDP.state_dict_type(model, SHARDED):
+            state = {"model": model.state_dict()}
+            dcp.load(state, checkpoint_id=tmp_path)
+            model.load_state_dict(state["model"])
+            reader = dcp.FileSystemReader(tmp_path)
+            found = load_sharded_optimizer_state_dict(state["model"], "optimizer", reader)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, found["optimizer"]))
 
     continues(one, rank, save, load)
 

@@ -20,8 +20,8 @@ from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, SetupError, ShardError, ShardPicklingError
+from torch_shard.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
-from torch_shard.fsdp import MixedPrecision, StateDictType
 from torch_shard.fsdp.wrap import ModuleWrapPolicy
 
 BLOCKS = ModuleWrapPolicy({Block})
@@ -40,6 +40,12 @@ def test_names_attributes_and_hooks_are_the_models_own(rank):
     assert FSDP.fsdp_modules(model) == [model, *model.blocks] and FSDP.fsdp_modules(model, root_only=True) == [model]
     assert model.check_is_root() and not model.blocks[0].check_is_root()
     assert (model.rank, model.world_size, model.process_group) == (rank, 2, dist.group.WORLD)
+    assert (model.cpu_offload, model.backward_prefetch) == (CPUOffload(), BackwardPrefetch.BACKWARD_PRE)
+    assert (model.sharding_strategy, model.forward_prefetch, model.limit_all_gathers) == (
+        ShardingStrategy.FULL_SHARD,
+        False,
+        True,
+    )
     seen = []
     model.blocks[0].register_forward_hook(lambda module, *_: seen.append(module))
     same_as_plain(model, rank)

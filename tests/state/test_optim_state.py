@@ -156,6 +156,23 @@ def test_numbers_follow_the_order_of_what_an_optimizer_is_made_from(rank, world_
 
 
 @ranks(2)
+@pytest.mark.parametrize("convert", ["shard_full_optim_state_dict", "scatter_full_optim_state_dict"])
+def test_full_state_is_loaded_without_the_optimizer_by_what_it_is_made_from(convert, rank, world_size):
+    pair = trained("AdamW", rank, world_size)
+    groups = [{"params": list(g["params"])} for g in pair.optimizer.param_groups]
+    full = optim_state.full_optim_state_dict(pair.model, pair.optimizer, rank0_only=False)
+    goes_on(pair, getattr(optim_state, convert)(full, pair.model, groups))
+
+    def momentum(model):
+        return O.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    pair = Pair(Odd, rank, world_size, optimizer=momentum, unit_bytes=300)
+    advance(pair, range(3))
+    full = optim_state.full_optim_state_dict(pair.model, pair.optimizer, rank0_only=False)
+    goes_on(pair, getattr(optim_state, convert)(full, pair.model))
+
+
+@ranks(2)
 def test_state_can_be_loaded_directly_and_converted_by_itself(rank, world_size):
     pair = trained("AdamW", rank, world_size)
     given = optim_state.optim_state_dict(pair.model, pair.optimizer, copy.deepcopy(pair.optimizer.state_dict()))
@@ -177,15 +194,22 @@ def test_what_does_not_fit_is_an_error_on_all_ranks(rank, world_size):
     wrong["state"]["up.weight"]["exp_avg"] = torch.zeros(3, 2)
     with pytest.raises(StateDictError, match=r"up\.weight: exp_avg has shape \(3, 2\)"):
         optim_state.scatter_full_optim_state_dict(wrong if rank == 0 else None, pair.model, optim=pair.optimizer)
-    with pytest.raises(StateDictError, match="rank 0 needs a dict"):
+    with pytest.raises(StateDictError, match=r"rank 0: .* needs a dict"):
         optim_state.scatter_full_optim_state_dict(None, pair.model, optim=pair.optimizer)
     short = {"state": {}, "param_groups": before["param_groups"][:1]}
     with pytest.raises(StateDictError, match="1 parameter groups where the optimizer has 2"):
         optim_state.optim_state_dict_to_load(pair.model, pair.optimizer, short, load_directly=True)
+    with pytest.raises(StateDictError, match="2 parameter groups where the optimizer has 1"):
+        optim_state.shard_full_optim_state_dict(before, pair.model)
+    groupless = {"state": pair.optimizer.state_dict()["state"]}
+    for convert in (
+        lambda: optim_state.optim_state_dict(pair.model, pair.optimizer, groupless),
+        lambda: optim_state.rekey_optim_state_dict(groupless, OptimStateKeyType.PARAM_NAME, pair.model),
+    ):
+        with pytest.raises(StateDictError, match=f"rank {rank}: .* needs a dict with 'state' and 'param_groups'"):
+            convert()
     for call in (
         lambda: optim_state.full_optim_state_dict(pair.plain, pair.plain_optimizer),
-        lambda: optim_state.shard_full_optim_state_dict(before, pair.model),
-        lambda: optim_state.rekey_optim_state_dict(before, OptimStateKeyType.PARAM_ID, pair.model),
         lambda: optim_state.rekey_optim_state_dict(before, "names", pair.model, optim=pair.optimizer),
     ):
         with pytest.raises(ConfigError):

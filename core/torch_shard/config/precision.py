@@ -81,7 +81,8 @@ class Precision:
         param_dtype: the dtype in which parameters are gathered and computed with; None for their own.
         reduce_dtype: the dtype in which gradients are reduced; None for that of the computation. Accumulation on one rank
             (``no_sync``) and in ``.grad`` is never narrower than fp32 if parameters are stored in fp32.
-        buffer_dtype: the dtype to which floating-point buffers are converted in ``shard``, for good; None for their own.
+        buffer_dtype: the dtype to which floating-point buffers are converted in ``shard``, for good, except those of `keep`; None
+            for their own.
         output_dtype: the dtype to which floating-point tensors that the root module returns are cast; None for their own.
         master_dtype: the dtype in which trainable parameters, their gradients and optimizer state are stored between steps:
             ``torch.float32`` gives a bf16 model fp32 masters. The model still computes in its own dtype, or `param_dtype`.

@@ -36,11 +36,17 @@ from .api import (
     StateDictType,
 )
 from .module_mixin import WrappedModule, class_over
-from .translate_settings import of_fsdp, unused
+from .translate_settings import of_fsdp, unused, warn_once
 from .wrap import CustomPolicy, ModuleWrapPolicy
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+_NAMES = (
+    "FullyShardedDataParallel: modules and parameters have the names of the plain model, without torch's "
+    "'_fsdp_wrapped_module.'. Code that selects by names with that prefix selects nothing; leave the prefix out."
+)
 
 
 def _of_wrapped(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -84,7 +90,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         backward_prefetch: None, without `forward_prefetch`, turns prefetching off.
         mixed_precision: the dtypes, as in :class:`torch_shard.Precision`; inner modules have the same, or none.
         ignored_modules, ignored_states: modules and parameters that are not sharded, nor reduced.
-        param_init_fn: fills modules on the meta device, which have memory when it is called.
+        param_init_fn: fills a module that is on the meta device; it must call ``to_empty()`` or replace the tensors.
         device_id: the device of the shards.
         sync_module_states: send rank 0's values. Without it each rank keeps its shard of its own values.
         forward_prefetch: has no effect, since forward prefetches anyway.
@@ -154,6 +160,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
             chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, arguments)
             auto_wrap.replace(module, {m: FullyShardedDataParallel(m, **own) for m, own in chosen.items()})
         deferred_wrap.leave_mark(module, request)
+        warn_once(_NAMES)
         if auto_wrap_policy is not None:
             deferred_wrap.engine_around(module)
 
@@ -370,8 +377,12 @@ _ATTRIBUTES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
     "rank": lambda wrapper: deferred_wrap.engine_around(wrapper).rank,
     "world_size": lambda wrapper: deferred_wrap.engine_around(wrapper).world_size,
     "compute_device": lambda wrapper: deferred_wrap.engine_around(wrapper).device,
-    "sharding_strategy": lambda wrapper: _request(wrapper, "sharding_strategy"),
     "mixed_precision": lambda wrapper: _request(wrapper, "mixed_precision") or MixedPrecision(),
+    "cpu_offload": lambda wrapper: _request(wrapper, "cpu_offload") or CPUOffload(),
+    **{
+        name: functools.partial(_request, name=name)
+        for name in ("sharding_strategy", "backward_prefetch", "forward_prefetch", "limit_all_gathers")
+    },
 }
 
 

@@ -16,7 +16,7 @@ from ..engine import engine_of
 from ..errors import SetupError
 from ..shard_tensor.tensor import ShardTensor
 from . import deferred_wrap
-from .translate_settings import zero
+from .translate_settings import zeros
 
 __all__ = ["WrappedModule", "class_over"]
 
@@ -88,7 +88,7 @@ def _shard_zeros(module: nn.Module) -> None:
     mark = deferred_wrap.mark_of(deferred_wrap.root_of(module))
     assert mark is not None
     request = mark.request
-    mark.request = dataclasses.replace(request, init_fn=zero)
+    mark.request = dataclasses.replace(request, init_fn=zeros)
     try:
         deferred_wrap.engine_around(module)
     finally:

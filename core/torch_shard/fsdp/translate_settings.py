@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,12 @@ from torch.distributed.fsdp import (
 from ..comm.process_groups import ranks_of
 from ..config.offload import Offload
 from ..config.precision import NONE, Precision
-from ..errors import ConfigError
+from ..errors import ConfigError, SetupError
 from ..log import logger
 
-__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "zero"]
+__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once", "zeros"]
 
+_FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
 _STRATEGIES = {
     ShardingStrategy.FULL_SHARD: "full_shard",
     ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
@@ -147,8 +149,13 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
 def _precision(mixed: MixedPrecision | None, has_policy: bool) -> Precision | None:
     if mixed is None:
         return None
-    # With a policy, torch wraps the modules of these classes by themselves.
-    keep = tuple(mixed._module_classes_to_ignore or ()) if has_policy and mixed.param_dtype is not None else ()
+    if os.environ.get(_FULL_IN_EVAL) == "1" and (mixed.param_dtype or mixed.buffer_dtype):
+        raise ConfigError(
+            f"FullyShardedDataParallel: {_FULL_IN_EVAL}=1 is set, and a model computes with the same dtypes in evaluation and in "
+            "training here. Unset it; evaluate inside FullyShardedDataParallel.summon_full_params(model) for full precision."
+        )
+    # With a policy, torch wraps the modules of these classes by themselves, without mixed precision.
+    keep = tuple(mixed._module_classes_to_ignore or ()) if has_policy else ()
     return Precision(
         param_dtype=mixed.param_dtype,
         reduce_dtype=mixed.reduce_dtype,
@@ -283,28 +290,62 @@ def _init_fn(requests: list[tuple[nn.Module, Request]]) -> Callable[[nn.Module],
     if all(request.init_fn is None for _, request in requests):
         return None
     by_module = {id(m): request.init_fn for module, request in requests for m in module.modules()}
+    root, _ = requests[0]
+    empty = {
+        id(m): {name for own in _tensors(m) for name, t in own.items() if t is not None and t.is_meta}
+        for m in root.modules()
+    }
 
     def initialise(module: nn.Module) -> None:
         init_fn = by_module.get(id(module))
         if init_fn is not None:
-            # torch's param_init_fn begins with to_empty(). Here the module has memory already, and must keep it.
-            module.__dict__["to_empty"] = functools.partial(zero, module)
-            try:
-                init_fn(module)
-            finally:
-                del module.__dict__["to_empty"]
+            _initialise_from_meta(module, init_fn, empty[id(module)])
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
 
     return initialise
 
 
-def zero(module: nn.Module, *, device: Any = None, recurse: bool = True) -> Any:
-    """Fill what one module holds itself with zeros, for code that loads values later, with the signature of ``to_empty``."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
+def _tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+def _initialise_from_meta(module: nn.Module, init_fn: Callable[[nn.Module], None], empty: set[str]) -> None:
+    """Call `init_fn` on a module whose `empty` tensors are on meta, as torch does, and keep the values in their own memory.
+
+    The tensors have memory already. ``to_empty()`` puts them in, and what else replaces one is copied to it.
+    """
+    places = [(own, name, own[name]) for own in _tensors(module) for name in own if name in empty]
+
+    def to_empty(*, device: Any = None, recurse: bool = True) -> nn.Module:
+        for own, name, tensor in places:
             tensor.zero_()
-    return module
+            own[name] = tensor
+        return module
+
+    for own, name, tensor in places:
+        twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        own[name] = nn.Parameter(twin, tensor.requires_grad) if own is module._parameters else twin
+    module.__dict__["to_empty"] = to_empty
+    try:
+        init_fn(module)
+        for own, name, tensor in places:
+            if own[name].is_meta:
+                raise SetupError(
+                    f"param_init_fn has left {name!r} of {type(module).__name__} on the meta device; it must call "
+                    "module.to_empty(device=..., recurse=False) and then give the values."
+                )
+            if own[name] is not tensor:
+                tensor.copy_(own[name])
+    finally:
+        del module.__dict__["to_empty"]
+        for own, name, tensor in places:
+            own[name] = tensor
+
+
+def zeros(module: nn.Module) -> None:
+    """Fill what one module holds itself with zeros; a ``param_init_fn`` for code that loads values later."""
+    module.to_empty(device=None, recurse=False)
 
 
 def _one_precision(own: Request, nested: _Nested) -> tuple[Precision | None, dict[str, torch.dtype]]:

@@ -330,7 +330,8 @@ def _finish_units(setup: Setup) -> None:
 def _prepare_buffers(setup: Setup) -> None:
     """Copy the buffers to the device, in their dtype, and allocate memory for the broadcast of rank 0's values."""
     model, config, c = setup.model, setup.config, setup.collectives
-    dtype = precision_of(config.precision).buffer_dtype
+    precision = precision_of(config.precision)
+    kept = {id(b) for module in precision.kept_modules(model) for b in module.buffers()}
     ignored = {id(b) for entry in config.ignore if isinstance(entry, nn.Module) for b in entry.buffers()}
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -339,8 +340,8 @@ def _prepare_buffers(setup: Setup) -> None:
                 continue
             new = made.get(id(buffer), buffer)
             if id(buffer) not in made:
-                if dtype is not None and buffer.is_floating_point() and buffer.element_size() > 1:
-                    new = new.to(dtype)
+                if id(buffer) not in kept and buffer.is_floating_point() and buffer.element_size() > 1:
+                    new = new.to(dtype=precision.buffer_dtype)
                 made[id(buffer)] = new = new.to(c.device) if new.device.type == "cpu" else new
             setup.buffers.append((module, name, new))
     setup.rank_own = frozenset(name for name, b in model.named_buffers() if id(b) in ignored)

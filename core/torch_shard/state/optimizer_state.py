@@ -85,7 +85,7 @@ def optim_state_dict(
     taken: dict[str, Any] = {"state": {}, "param_groups": []}
     try:
         names = names_of(runtime, optimizer, model, others=own)
-        taken = optimizer.state_dict() if given is None else given
+        taken = complete(optimizer.state_dict() if given is None else given, what, runtime.collectives.world_rank)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     numbers = params_of(optimizer)
@@ -116,6 +116,13 @@ def optim_state_dict(
     parameters = set(names.values())
     of_none = [key for key in state if key not in parameters]
     return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
+
+
+def complete(given: Any, what: str, rank: int) -> Any:
+    """Return a state dict of an optimizer, which must have state and groups."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        raise StateDictError(f"rank {rank}: {what}: this rank needs a dict with 'state' and 'param_groups'.")
+    return given
 
 
 OTHER = "other_state"

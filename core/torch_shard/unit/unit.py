@@ -43,7 +43,7 @@ from ..comm.work import Pending
 from ..errors import ReplacedParameterError, ShardError, UnitStateError
 from ..offload.host_shard import Crossing
 from ..shard_tensor.tensor import ShardTensor
-from ..utils.autograd_private import inside_functional_call
+from ..utils.autograd_private import inside_functional_call, saved_tensors_hooks
 from ..utils.pytree import may_hold_tensors, tensors_in
 from .flat_buffer import FlatBuffer
 from .module_params import adopt, copy_attributes, rebuild_flat_weights
@@ -185,6 +185,9 @@ class Unit:
         anyone, by_python = not self.collectives.knows_references, not self.collectives.counts_references
         # DTensor's own collectives may keep references for a while.
         anyone |= any(flat.distributed for flat in self.flats)
+        # Under hooks autograd saves what these make of a tensor. Backward may get the parameter itself back from them: what a
+        # checkpoint computes again refers to the parameters of all its forwards, when the first of them is reached.
+        anyone |= saved_tensors_hooks(True) is not None
         saved = []
         with torch._C.DisableTorchFunctionSubclass():
             for number, flat in enumerate(self.flats):

@@ -1,4 +1,5 @@
-"""Private names of torch: the running graph task, sequence numbers of nodes, and whether ``functional_call`` runs."""
+"""Private names of torch: the running graph task, sequence numbers of nodes, hooks for saved tensors, and whether
+``functional_call`` runs."""
 
 from __future__ import annotations
 
@@ -20,3 +21,5 @@ def inside_functional_call() -> bool:
 
 graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.13)
 sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+# What `torch.autograd.graph.saved_tensors_hooks` has pushed last, else None; no public accessor (torch 2.13; there since 2.8).
+saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
