@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_shard
+from lightning_shard.registration.registry import strategy_class  # its import makes the names known without autoloading
 from tests.support.marks import quick
-
-assert lightning_shard  # its import makes the names known where autoloading is off
 
 NAMESPACES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 # For what differs between the two in the name of the package alone.
 either_namespace = pytest.mark.parametrize("namespace", quick(NAMESPACES, ["lightning"]))
+FORMS = ["sharded", "full"]  # of checkpoints
+both_forms = pytest.mark.parametrize("form", FORMS)
+either_form = pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 BATCHES = 6
 BATCH = 8  # samples of a step, over all ranks
 
@@ -99,6 +100,19 @@ def net_class(namespace: str) -> Any:
     return Net
 
 
+@functools.cache
+def recording_class(namespace: str = "lightning") -> Any:
+    class Recording(net_class(namespace)):
+        """Keeps the loss of each step, of this rank's samples."""
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            self.seen.append(loss.item())
+            return loss
+
+    return Recording
+
+
 def late_class(namespace: str, make: Callable[[], nn.Module]) -> Any:
     """A Net that gets one more module, ``extra``, in ``configure_model``: on meta, and only once."""
 
@@ -113,6 +127,10 @@ def late_class(namespace: str, make: Callable[[], nn.Module]) -> Any:
                     self.extra = make()
 
     return Late
+
+
+def shard_strategy(namespace: str = "lightning", **options: Any) -> Any:
+    return strategy_class(namespace)(**options)
 
 
 def trainer(namespace: str, world_size: int, strategy: Any = "shard", **options: Any) -> Any:
@@ -145,17 +163,23 @@ def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-__all__ = [
-    "BATCH",
-    "BATCHES",
-    "NAMESPACES",
-    "assert_same_state",
-    "both_namespaces",
-    "either_namespace",
-    "late_class",
-    "lightning_shard",
-    "loader",
-    "net_class",
-    "single",
-    "trainer",
-]
+def compare(
+    world_size: int,
+    make: Any = None,
+    strategy: Any = "shard",
+    namespace: str = "lightning",
+    val_batches: int = 0,
+    **options: Any,
+) -> Any:
+    """Fit on one device and sharded: the parameters must be equal. Returns both modules, and the sharded one's Trainer."""
+    make = make or net_class(namespace)
+    expected, module = make(), make()
+    t = trainer(namespace, world_size, strategy, **options)
+    for ranks_used, run, each in ((1, single(namespace, **options), expected), (world_size, t, module)):
+        run.fit(each, loader(ranks_used), loader(ranks_used, val_batches) if val_batches else None)
+    assert_same_state(module.state_dict(), expected.state_dict())
+    return module, expected, t
+
+
+def copied_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
