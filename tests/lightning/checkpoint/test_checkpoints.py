@@ -12,11 +12,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.lightning.support import (
+    Net,
+    TwoOptimizers,
+    assert_alike,
     assert_same_state,
     either_form,
     either_namespace,
+    fitted,
     loader,
-    net_class,
     recording_class,
     shard_strategy,
     single,
@@ -25,7 +28,8 @@ from tests.lightning.support import (
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks, run
-from torch_shard.errors import CheckpointError, StateDictError
+from torch_shard import ShardTensor
+from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 
 
 def strategy(form: str, namespace: str = "lightning", **options: Any) -> Any:
@@ -77,66 +81,24 @@ def test_a_sharded_run_continues_from_a_plain_checkpoint(tmp_path):
         assert_same_state(state, run(1, fit, "auto", 2)[0][1])
 
 
-def muon_class() -> Any:
-    class WithMuon(recording_class()):
-        """Muon for matrices, AdamW for the rest; two optimizers are stepped by hand in Lightning."""
-
-        automatic_optimization = False
-
-        def configure_optimizers(self) -> Any:
-            matrices = [p for p in self.parameters() if p.ndim == 2]
-            others = [p for p in self.parameters() if p.ndim != 2]
-            return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
-
-        def training_step(self, batch: Any, index: int) -> None:
-            self.zero_grad()
-            loss = self.loss(batch)
-            self.seen.append(loss.item())
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-    return WithMuon()
-
-
 @pytest.mark.exhaustive
 def test_several_optimizers_resume_each_with_its_state(tmp_path):
     path = tmp_path / "a.ckpt"
-    whole = run(2, fit, "sharded", 2, None, None, "lightning", muon_class)
-    first = run(2, fit, "sharded", 1, None, path, "lightning", muon_class)
-    second = run(2, fit, "sharded", 2, path, None, "lightning", muon_class)
+    whole = run(2, fit, "sharded", 2, None, None, "lightning", TwoOptimizers)
+    first = run(2, fit, "sharded", 1, None, path, "lightning", TwoOptimizers)
+    second = run(2, fit, "sharded", 2, path, None, "lightning", TwoOptimizers)
     assert [a[0] + b[0] for a, b in zip(first, second, strict=True)] == [losses for losses, _ in whole]
 
 
 @ranks(2)
-def test_another_number_of_optimizers_is_an_error(world_size, tmp_path):
-    t = trainer("lightning", world_size, strategy("sharded"))
-    t.fit(muon_class(), loader(world_size))
+def test_another_number_of_optimizers_is_an_error(tmp_path):
+    t = fitted(TwoOptimizers(), strategy("sharded"))
     t.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(StateDictError, match="2 optimizers"):
-        trainer("lightning", world_size).fit(
-            net_class("lightning")(), loader(world_size), ckpt_path=tmp_path / "a.ckpt"
-        )
+        fitted(Net(), ckpt_path=tmp_path / "a.ckpt")
 
 
 # -- what they hold -------------------------------------------------------------------------------------------------------
-
-
-def equal(found: Any, wanted: Any, where: str = "checkpoint") -> None:
-    """Same keys in the same order, same types, close numbers."""
-    assert type(found) is type(wanted), where
-    if isinstance(wanted, dict):
-        assert list(found) == list(wanted), where
-        for key in wanted:
-            equal(found[key], wanted[key], f"{where}[{key!r}]")
-    elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), where
-        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-            equal(a, b, f"{where}[{i}]")
-    elif isinstance(wanted, torch.Tensor):
-        torch.testing.assert_close(found, wanted, msg=lambda text: f"{where}: {text}")
-    else:
-        assert found == wanted, where
 
 
 @ranks(2)
@@ -144,13 +106,13 @@ def test_the_file_is_the_one_that_a_single_device_writes(rank, world_size, tmp_p
     def last(folder: str, make: Any) -> Any:
         saves = ModelCheckpoint(dirpath=tmp_path / folder, save_last=True, monitor="train", save_top_k=1)
         t = make(callbacks=[saves], enable_checkpointing=True, max_epochs=2)
-        t.fit(net_class("lightning")(optimizer="adamw"), loader(t.world_size))
+        t.fit(Net(optimizer="adamw"), loader(t.world_size))
         checkpoint = torch.load(tmp_path / folder / "last.ckpt", weights_only=True)
         del checkpoint["callbacks"]  # paths, and a best score that is rounded differently
         return checkpoint
 
     plain = last(f"plain{rank}", lambda **options: single("lightning", **options))
-    equal(last("sharded", lambda **options: trainer("lightning", world_size, **options)), plain)
+    assert_alike(last("sharded", lambda **options: trainer("lightning", world_size, **options)), plain)
     assert len(list((tmp_path / "sharded").iterdir())) == 2, "the best of an earlier epoch was removed"
 
 
@@ -159,10 +121,10 @@ def test_the_file_is_the_one_that_a_single_device_writes(rank, world_size, tmp_p
 def test_a_checkpoint_after_the_run_is_complete(rank, world_size, form, unshard, tmp_path):
     """It is one file in either form where the run has given the plain module back."""
     plain, t = single("lightning"), trainer("lightning", world_size, strategy(form, unshard_at_end=unshard))
-    plain.fit(net_class("lightning")(optimizer="adamw"), loader(1))
+    plain.fit(Net(optimizer="adamw"), loader(1))
     plain.save_checkpoint(tmp_path / f"plain{rank}.ckpt")
     wanted = torch.load(tmp_path / f"plain{rank}.ckpt", weights_only=True)
-    module = net_class("lightning")(optimizer="adamw")
+    module = Net(optimizer="adamw")
     t.fit(module, loader(world_size))
     for between in (lambda: None, lambda: t.test(module, loader(world_size), verbose=False)):
         between()
@@ -170,13 +132,13 @@ def test_a_checkpoint_after_the_run_is_complete(rank, world_size, form, unshard,
         t.save_checkpoint(tmp_path / "sharded.ckpt")
         found = torch.load(tmp_path / "sharded.ckpt", weights_only=True)
         for entry in ("state_dict", "optimizer_states", "lr_schedulers"):
-            equal(found[entry], wanted[entry], entry)
+            assert_alike(found[entry], wanted[entry], entry)
 
 
 @either_form
 @ranks(2)
 def test_hyper_parameters_that_are_not_tensors_load_safely(world_size, form, tmp_path):
-    class Configured(net_class("lightning")):
+    class Configured(Net):
         def __init__(self, **options):
             super().__init__()
             self.save_hyperparameters()
@@ -190,8 +152,7 @@ def test_hyper_parameters_that_are_not_tensors_load_safely(world_size, form, tmp
         "settings": argparse.Namespace(depth=3, names=["x"]),
         "kinds": {"a", "b"},
     }
-    t = trainer("lightning", world_size, strategy(form))
-    t.fit(Configured(**options), loader(world_size))
+    t = fitted(Configured(**options), strategy(form))
     t.save_checkpoint(tmp_path / "options.ckpt")
     t.validate(Configured(), loader(world_size), ckpt_path=tmp_path / "options.ckpt", verbose=False)
 
@@ -203,13 +164,12 @@ class Unknown:
 @either_form
 @ranks(2)
 def test_objects_of_other_classes_are_loaded_with_consent(rank, world_size, form, tmp_path):
-    class Odd(net_class("lightning")):
+    class Odd(Net):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["odd"] = Unknown()
 
     path = tmp_path / "odd.ckpt"
-    t = trainer("lightning", world_size, strategy(form))
-    t.fit(Odd(), loader(world_size))
+    t = fitted(Odd(), strategy(form))
     with captured_log() as messages:
         t.save_checkpoint(path)
     if form == "sharded":
@@ -234,29 +194,28 @@ def test_objects_of_other_classes_are_loaded_with_consent(rank, world_size, form
 def test_weights_alone_are_for_evaluation(world_size, form, what, tmp_path):
     saves = ModelCheckpoint(tmp_path, "weights", save_weights_only=True)
     t = trainer("lightning", world_size, strategy(form), callbacks=[saves], enable_checkpointing=True)
-    module = net_class("lightning")(optimizer="adamw")
+    module = Net(optimizer="adamw")
     t.fit(module, loader(world_size))
 
     def results(module: Any, **options: Any) -> Any:
         options |= {} if what == "predict" else {"verbose": False}
         return getattr(trainer("lightning", world_size), what)(module, loader(world_size), **options)
 
-    fresh = net_class("lightning")(optimizer="adamw")
+    fresh = Net(optimizer="adamw")
     torch.testing.assert_close(results(fresh, ckpt_path=tmp_path / "weights.ckpt"), results(module), rtol=0, atol=0)
     with pytest.raises(KeyError, match="contains only the model"):
-        trainer("lightning", world_size).fit(fresh, loader(world_size), ckpt_path=tmp_path / "weights.ckpt")
+        fitted(fresh, ckpt_path=tmp_path / "weights.ckpt")
 
 
 @either_form
 @ranks(2)
 def test_strict_loading_is_respected(world_size, form, tmp_path):
-    class Less(net_class("lightning")):
+    class Less(Net):
         def on_save_checkpoint(self, checkpoint):
             del checkpoint["state_dict"]["head.bias"]
 
     path = tmp_path / "less.ckpt"
-    t = trainer("lightning", world_size, strategy(form))
-    t.fit(Less(), loader(world_size))
+    t = fitted(Less(), strategy(form))
     t.save_checkpoint(path)
     module = Less()
     before = module.head.bias.detach().clone()
@@ -265,3 +224,46 @@ def test_strict_loading_is_respected(world_size, form, tmp_path):
     module.strict_loading = False
     trainer("lightning", world_size).validate(module, loader(world_size), ckpt_path=path, verbose=False)
     assert torch.equal(module.head.bias, before)
+
+
+# -- folders --------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_nothing_is_gathered_and_the_folder_holds_what_the_trainer_handed_over(rank, world_size, tmp_path):
+    class Looks(Net):
+        def on_save_checkpoint(self, checkpoint):
+            assert isinstance(checkpoint["state_dict"]["inner.weight"], ShardTensor)
+            state = checkpoint["optimizer_states"][0]["state"]["inner.weight"]
+            assert isinstance(state["exp_avg"], ShardTensor)
+            checkpoint["mine"] = {"tensor": torch.arange(3), "number": 4}
+
+    t = fitted(Looks(optimizer="adamw"), strategy("sharded"))
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    other = trainer("lightning", world_size, strategy("sharded"), max_epochs=0)
+    other.fit(Net(optimizer="adamw"), loader(world_size))
+    extra = other.strategy.engine.load(tmp_path / "a.ckpt", other.optimizers[0])
+    assert extra["mine"]["number"] == 4 and extra["mine"]["tensor"].tolist() == [0, 1, 2]
+    assert {"pytorch-lightning_version", "loops", "callbacks", "lr_schedulers", "epoch"} <= set(extra)
+    wanted, found = t.strategy.engine.state_dict(), other.strategy.engine.state_dict()
+    if rank == 0:
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@ranks(2)
+def test_weights_come_from_a_checkpoint_that_the_engine_saved(world_size, tmp_path):
+    t = trainer("lightning", world_size, strategy("sharded"))
+    module = Net()
+    t.fit(module, loader(world_size))
+    t.strategy.engine.save(tmp_path / "engine", extra=[1, 2])
+    found = trainer("lightning", world_size).validate(
+        Net(), loader(world_size), ckpt_path=tmp_path / "engine", verbose=False
+    )
+    assert found == trainer("lightning", world_size).validate(module, loader(world_size), verbose=False)
+
+
+@ranks(2)
+def test_a_sharded_checkpoint_needs_a_shared_file_system():
+    t = fitted(Net(), strategy("sharded"))
+    with pytest.raises(ConfigError, match="file system"):
+        t.save_checkpoint("memory://a.ckpt")
