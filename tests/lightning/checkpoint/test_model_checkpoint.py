@@ -29,7 +29,6 @@ from tests.lightning.support import (
 )
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
-from torch_shard import ShardConfig
 from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
 from torch_shard.errors import CheckpointError
@@ -325,26 +324,6 @@ def test_a_failure_of_lightnings_asynchronous_plugin_is_raised_on_all_ranks(tmp_
 
     with pytest.raises((OSError, CheckpointError), match="the disk is full"):
         fit("shard", [ModelCheckpoint(tmp_path, "broken")], plugins=[AsyncCheckpointIO(Broken())])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("asynchronous", [False, True])
-@ranks(2)
-def test_ranks_wait_for_a_save_that_takes_longer_than_the_engines_timeout(world_size, tmp_path, asynchronous):
-    class Slow(TorchCheckpointIO):
-        seconds = 4.0
-
-        def save_checkpoint(self, *args: Any, **options: Any) -> None:
-            time.sleep(self.seconds)
-            self.seconds = 0.0
-            super().save_checkpoint(*args, **options)
-
-    saves = ModelCheckpoint(tmp_path, every_n_train_steps=BATCHES // 2)  # the first while training
-    how = strategy("full", config=ShardConfig(timeout=2.0), unshard_at_end=False)
-    plugins = [AsyncCheckpointIO(Slow()) if asynchronous else Slow()]
-    t = fit(how, [saves], plugins=plugins)
-    t.test(t.lightning_module, loader(world_size), verbose=False)
-    assert list(tmp_path.iterdir())
 
 
 @ranks(2)

@@ -138,18 +138,6 @@ def test_a_folder_is_read_in_parts_and_under_the_keys_that_it_was_saved_by(tmp_p
 
 
 @ranks(2)
-def test_a_filter_chooses_among_several_modules_of_a_folder(tmp_path):
-    f, state = start(strategy(state_dict_type="sharded"))
-    chosen = {"b": lambda name, value: name.startswith("head"), "a": lambda name, value: name == "scale"}
-    f.save(tmp_path / "folder", {"a": state["a"], "b": state["b"]}, filter=chosen)
-    _, other = start(strategy(state_dict_type="sharded"), seed=5)
-    before, saved = weights(other), weights(state)
-    f.load(tmp_path / "folder", {"a": other["a"], "b": other["b"]}, strict=False)
-    took = {name: saved[name] if name == "a.scale" or name.startswith("b.head") else v for name, v in before.items()}
-    assert_same(weights(other), took, rtol=0, atol=0)
-
-
-@ranks(2)
 def test_a_folder_without_one_of_the_modules_of_an_optimizer_is_refused(tmp_path):
     f, state = start(strategy(state_dict_type="sharded"))
     with pytest.raises(ConfigError, match="the state has not all of them"):

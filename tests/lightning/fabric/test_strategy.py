@@ -88,25 +88,6 @@ def test_marked_methods_go_through_forward_and_unmarked_ones_are_refused():
     assert ran == [torch.bfloat16]  # under autocast, as forward is
 
 
-@pytest.mark.exhaustive
-@ranks(2)
-def test_a_compiled_module_is_compiled_anew_and_trains_like_ddp(tmp_path):
-    def run(strategy: str) -> dict[str, torch.Tensor]:
-        f = fabric(strategy)
-        model = net()
-        plain = f.setup(torch.compile(model, backend="eager"))
-        optimizer = f.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(3):
-            x, y = batch(step)
-            f.backward((plain(x) - y).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        f.save(tmp_path / strategy, {"model": plain, "optimizer": optimizer})
-        return f.load(tmp_path / strategy)["model"]
-
-    assert_same(run("shard"), run("ddp"))
-
-
 @ranks(2)
 def test_a_module_made_on_meta_is_sharded_with_values_and_its_optimizer_holds_them():
     f = fabric()

@@ -130,8 +130,6 @@ LINES = {
     "a name": (["--trainer.strategy", "shard_offload"], Offload()),
     "cpu": (["--trainer.strategy", CLASS, OPTION, "cpu"], Offload()),
     "a field": (["--trainer.strategy", CLASS, f"{OPTION}.params", "false"], KEEPS),
-    "a mapping": (["--trainer.strategy", CLASS, OPTION, "{params: false, pin_memory: false}"], Offload(False, True, False)),
-    "null": (["--trainer.strategy", CLASS, OPTION, "null"], None),
 }  # fmt: skip
 
 

@@ -301,15 +301,6 @@ def test_a_script_ends_on_all_ranks_with_a_failure_and_says_the_first_error_firs
         assert "ZeroDivisionError: on purpose" in done.stderr
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_script_that_is_told_to_end_does_so_on_all_ranks(tmp_path, victim):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = run_python(tmp_path / "train.py", "SIGTERM", victim, folder=tmp_path, timeout=300)  # Lightning's exit status
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("ENDED "))
-    assert said == ["ENDED 0 SIGTERMException", "ENDED 1 SIGTERMException"]
-
-
 # -- set-up fails: its error is raised, whatever state that left the module in ---------------------------------------------
 
 
@@ -338,18 +329,6 @@ def test_set_up_that_fails_half_way_is_the_error_that_is_raised(world_size, name
     with pytest.raises(errors.SetupError, match=message):
         trainer(namespace, world_size, shard_strategy(namespace, **settings)).fit(module, loader(world_size))
     assert torch_shard.engine_of(module) is None
-
-
-@ranks(2)
-def test_a_failure_before_anything_is_sharded_is_the_error_that_is_raised(rank):
-    class Differs(late_class("lightning", Unfilled)):
-        def configure_model(self):
-            super().configure_model()
-            if rank == 1:
-                self.head.weight.data = self.head.weight.data[:2]
-
-    with pytest.raises(errors.SetupError, match="the ranks hold different models"):
-        fitted(Differs())
 
 
 class Breaks(LayerSync):

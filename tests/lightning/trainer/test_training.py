@@ -63,16 +63,11 @@ def test_strategies_accumulation_and_clipping_equal_a_single_device(world_size, 
 
 
 BATCHES_AND_CHECKS: list[dict[str, Any]] = [
-    {"overfit_batches": 2, "max_epochs": 2},
     {"fast_dev_run": 2},
     {"limit_train_batches": 0.5, "limit_val_batches": 1, "val_check_interval": 2},
     {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 2},
     {"num_sanity_val_steps": 2, "max_steps": 4, "max_epochs": -1},
-    {"max_epochs": 3, "min_steps": 2, "max_time": "00:01:00:00"},
     {"barebones": True},
-    {"inference_mode": False},
-    {"detect_anomaly": True},
-    {"deterministic": True, "profiler": "simple"},
 ]
 
 
@@ -317,14 +312,10 @@ class Talks(Net):
         return {"loss": loss, "extra": out.detach()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        reduced = self.trainer.strategy.reduce(outputs["loss"].clone(), reduce_op="sum")
-        self.seen.append(float(reduced))
         sent = self.trainer.strategy.broadcast({"rank": self.global_rank, "x": outputs["extra"]}, src=1)
         assert sent["rank"] == 1
-        self.seen.append(float(sent["x"].sum()))
         gathered = self.all_gather({"a": torch.tensor(self.global_rank), "b": [outputs["extra"]]})
-        assert gathered["a"].tolist() == [0, 1]
-        self.seen.append(float(gathered["b"][0].sum()))
+        self.seen += [float(sent["x"].sum()), *gathered["a"].tolist(), float(gathered["b"][0].sum())]
 
 
 @ranks(2)

@@ -165,30 +165,6 @@ def test_a_run_that_is_resumed_while_it_averages_ends_as_one_that_was_not_interr
             assert_same_state(found.get(key, {}), wanted.get(key, {}))
 
 
-class Normed(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
-
-
-@ranks(2)
-def test_running_statistics_are_those_of_ddp(rank):
-    """SWA passes over the data once more for them."""
-    found = []
-    for strategy in ("ddp", "shard"):
-        module, callback = Normed(), swa()
-        t = fitted(module, strategy, val_batches=2, max_epochs=4, callbacks=[callback])
-        assert module.norm.momentum == 0.1 and t.accumulate_grad_batches == 1
-        found.append((module, callback))
-    (expected, reference), (module, callback) = found
-    if rank == 0:  # under DDP the other ranks' statistics are their own, and rank 0's are saved
-        assert_same_state(module.state_dict(), expected.state_dict())
-        assert_same_average(callback, reference)
-
-
 class Average(Callback):
     def __init__(self):
         self.values = {}
