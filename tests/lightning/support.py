@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +14,20 @@ import pytest
 import pytorch_lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_shard
+from lightning_shard.registration.registry import strategy_class  # its import makes the names known without autoloading
 from tests.support.marks import quick
-
-assert lightning_shard  # its import makes the names known where autoloading is off
 
 NAMESPACES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 both_namespaces = pytest.mark.parametrize("namespace", list(NAMESPACES))
 # For what differs between the two in the name of the package alone.
 either_namespace = pytest.mark.parametrize("namespace", quick(NAMESPACES, ["lightning"]))
+FORMS = ["sharded", "full"]  # of checkpoints
+both_forms = pytest.mark.parametrize("form", FORMS)
+either_form = pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
 BATCHES = 6
 BATCH = 8  # samples of a step, over all ranks
 
@@ -99,8 +102,46 @@ def net_class(namespace: str) -> Any:
     return Net
 
 
-def late_class(namespace: str, make: Callable[[], nn.Module]) -> Any:
-    """A Net that gets one more module, ``extra``, in ``configure_model``: on meta, and only once."""
+Net = net_class("lightning")
+
+
+@functools.cache
+def recording_class(namespace: str = "lightning") -> Any:
+    class Recording(net_class(namespace)):
+        """Keeps the loss of each step, of this rank's samples."""
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            self.seen.append(loss.item())
+            return loss
+
+    return Recording
+
+
+class TwoOptimizers(Net):
+    """They step in every batch, and share the root's unit."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.seen.append(loss.item())
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        some = [*self.blocks.parameters(), self.scale]
+        mine = {id(p) for p in some}
+        rest = [p for p in self.parameters() if id(p) not in mine]
+        return torch.optim.SGD(some, lr=0.05, momentum=0.9), torch.optim.AdamW(rest, lr=0.01)
+
+
+def late_class(namespace: str, make: Callable[[], nn.Module], device: str = "meta") -> Any:
+    """A Net that gets one more module, ``extra``, in ``configure_model``, only once."""
 
     class Late(net_class(namespace)):
         def __init__(self) -> None:
@@ -109,10 +150,15 @@ def late_class(namespace: str, make: Callable[[], nn.Module]) -> Any:
 
         def configure_model(self) -> None:
             if self.extra is None:
-                with torch.device("meta"):
+                with torch.device(device):
+                    torch.manual_seed(2)
                     self.extra = make()
 
     return Late
+
+
+def shard_strategy(namespace: str = "lightning", **options: Any) -> Any:
+    return strategy_class(namespace)(**options)
 
 
 def trainer(namespace: str, world_size: int, strategy: Any = "shard", **options: Any) -> Any:
@@ -138,6 +184,29 @@ def single(namespace: str, **options: Any) -> Any:
     return trainer(namespace, 1, "auto", **options)
 
 
+class Claims(LightningEnvironment):
+    """The environment of a cluster that says what it is told to."""
+
+    creates_processes_externally = True
+
+    def __init__(self, world: int, rank: int, local: int, node: int = 0) -> None:
+        super().__init__()
+        said = {"world_size": world, "global_rank": rank, "local_rank": local, "node_rank": node}
+        for name, value in said.items():
+            setattr(self, name, lambda value=value: value)
+
+    def teardown(self) -> None:
+        """Leave WORLD_SIZE in the environment, which Lightning's own removes and later tests in these processes need."""
+
+
+def fitted(module: Any, strategy: Any = "shard", ckpt_path: Any = None, val_batches: int = 0, **options: Any) -> Any:
+    """A Trainer over all ranks that has fitted the module."""
+    world_size = dist.get_world_size()
+    t = trainer("lightning", world_size, strategy, **options)
+    t.fit(module, loader(world_size), loader(world_size, val_batches) if val_batches else None, ckpt_path=ckpt_path)
+    return t
+
+
 def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert list(found) == list(wanted)
     for name, value in wanted.items():
@@ -145,17 +214,42 @@ def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-__all__ = [
-    "BATCH",
-    "BATCHES",
-    "NAMESPACES",
-    "assert_same_state",
-    "both_namespaces",
-    "either_namespace",
-    "late_class",
-    "lightning_shard",
-    "loader",
-    "net_class",
-    "single",
-    "trainer",
-]
+def compare(
+    world_size: int,
+    make: Any = None,
+    strategy: Any = "shard",
+    namespace: str = "lightning",
+    val_batches: int = 0,
+    **options: Any,
+) -> Any:
+    """Fit on one device and sharded: the parameters must be equal. Returns both modules, and the sharded one's Trainer."""
+    make = make or net_class(namespace)
+    expected, module = make(), make()
+    t = trainer(namespace, world_size, strategy, **options)
+    for ranks_used, run, each in ((1, single(namespace, **options), expected), (world_size, t, module)):
+        run.fit(each, loader(ranks_used), loader(ranks_used, val_batches) if val_batches else None)
+    assert_same_state(module.state_dict(), expected.state_dict())
+    return module, expected, t
+
+
+def copied_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_alike(found: Any, wanted: Any, where: str = "") -> None:
+    """Same keys in the same order, same types, close numbers; of floats, equal but for rounding in double precision."""
+    assert type(found) is type(wanted), where
+    if isinstance(wanted, dict):
+        assert list(found) == list(wanted), where
+        for key in wanted:
+            assert_alike(found[key], wanted[key], f"{where}[{key!r}]")
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted), where
+        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert_alike(a, b, f"{where}[{i}]")
+    elif isinstance(wanted, torch.Tensor):
+        torch.testing.assert_close(found, wanted, msg=lambda text: f"{where}: {text}")
+    elif isinstance(wanted, float):
+        assert math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12), f"{where}: {found} is not {wanted}"
+    else:
+        assert found == wanted, f"{where}: {found!r} is not {wanted!r}"

@@ -3,106 +3,138 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 
-from lightning_shard.for_lightning import ShardStrategy
-from tests.lightning.support import NAMESPACES, loader, net_class, trainer
-from tests.support.marks import quick
+from tests.lightning.support import (
+    Net,
+    assert_same_state,
+    both_forms,
+    either_form,
+    fitted,
+    loader,
+    shard_strategy,
+    single,
+    trainer,
+)
 from tests.support.ranks import ranks
-from torch_shard import ShardConfig
-from torch_shard.checkpoint.sharded import save as sharded_save
-from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
+from torch_shard import ShardConfig, ShardTensor
 from torch_shard.errors import MissingRankError, StateDictError, UnitStateError
-
-FORMS = ["sharded", "full"]
 
 
 def strategy(form: str = "full", **options: Any) -> Any:
-    return ShardStrategy(state_dict_type=form, unshard_at_end=False, **options)
+    return shard_strategy(state_dict_type=form, unshard_at_end=False, **options)
 
 
-def saved(world_size: int, form: str, module: Any, path: Path, **options: Any) -> None:
-    t = trainer("lightning", world_size, strategy(form, **options), limit_train_batches=1)
-    t.fit(module, loader(world_size))
-    t.save_checkpoint(path)
+def saved(form: str, module: Any, path: Path, **options: Any) -> None:
+    fitted(module, strategy(form, **options), limit_train_batches=1).save_checkpoint(path)
 
 
-def loaded(world_size: int, module: Any, path: Path, **options: Any) -> Any:
-    t = trainer("lightning", world_size, strategy(), limit_train_batches=1, max_epochs=2, **options)
-    t.fit(module, loader(world_size), ckpt_path=path)
-    return t
+def loaded(module: Any, path: Path, **options: Any) -> Any:
+    return fitted(module, strategy(), ckpt_path=path, limit_train_batches=1, max_epochs=2, **options)
 
 
-def renaming_class(prefix: str, added: str = "") -> Any:
-    class Renaming(NAMESPACES["lightning"].LightningModule):  # type: ignore[name-defined, misc]
-        """Saves the network's own names, or names with a prefix."""
+class Renaming(Net):
+    """Saves some names without a prefix, or all with one."""
 
-        strict_loading = False
+    strict_loading = False
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    def __init__(self, prefix: str, added: str) -> None:
+        super().__init__()
+        self.prefix, self.added = prefix, added
 
-        def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            return (self.model(batch[0]) - batch[1]).square().mean()
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {self.added + key.removeprefix(self.prefix): v for key, v in state.items()}
+        self.names = list(checkpoint["state_dict"])
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.01)
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        state = checkpoint["state_dict"]
+        assert sorted(state) == sorted(self.names)
+        own = {name.removeprefix(self.prefix): name for name in self.state_dict()}
+        checkpoint["state_dict"] = {own[key.removeprefix(self.added)]: value for key, value in state.items()}
 
-        def on_save_checkpoint(self, checkpoint: Any) -> None:
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {added + key.removeprefix(prefix): value for key, value in state.items()}
-            self.names = list(checkpoint["state_dict"])
-
-        def on_load_checkpoint(self, checkpoint: Any) -> None:
-            assert sorted(checkpoint["state_dict"]) == sorted(self.names)
-            state = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {prefix + key.removeprefix(added): value for key, value in state.items()}
-
-        def on_train_start(self) -> None:
-            self.at_start = self.trainer.strategy.engine.state_dict(rank0_only=False)
-
-    return Renaming
+    def on_train_start(self) -> None:
+        self.at_start = self.trainer.strategy.engine.state_dict(rank0_only=False)
 
 
-@pytest.mark.parametrize(("prefix", "added"), [("model.", ""), ("", "module."), ("", "_orig_mod.")])
-@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
+@pytest.mark.parametrize(("prefix", "added"), [("inner.", ""), ("", "_orig_mod.")])
+@either_form
 @ranks(2)
-def test_a_hook_finds_the_names_that_the_hook_before_has_given(world_size, form, prefix, added, tmp_path):
-    first, again = renaming_class(prefix, added)(), renaming_class(prefix, added)()
-    saved(world_size, form, first, tmp_path / "a.ckpt")
+def test_a_hook_finds_the_names_that_the_hook_before_has_given(form, prefix, added, tmp_path):
+    first, again = Renaming(prefix, added), Renaming(prefix, added)
+    saved(form, first, tmp_path / "a.ckpt")
     wanted = first.trainer.strategy.engine.state_dict(rank0_only=False)
     again.names = first.names
-    loaded(world_size, again, tmp_path / "a.ckpt")
+    loaded(again, tmp_path / "a.ckpt")
     for key, value in wanted.items():
         assert torch.equal(again.at_start[key], value), key
 
 
+@either_form
 @ranks(2)
-def test_a_hook_that_drops_an_entry_on_one_rank_is_an_error_on_all(rank, world_size, tmp_path):
-    class Drops(net_class("lightning")):
+def test_edits_count_on_all_ranks(form, tmp_path):
+    class Edits(Net):
+        def on_save_checkpoint(self, checkpoint):
+            state = checkpoint["state_dict"]
+            del state["offset"]
+            state["renamed"], state["added"] = state.pop("scale"), torch.full((2,), 9.0)
+
+        def on_load_checkpoint(self, checkpoint):
+            state = checkpoint["state_dict"]
+            assert isinstance(state["head.weight"], ShardTensor) == (form == "sharded")
+            assert type(state["renamed"]) is torch.Tensor
+            state["offset"] = state.pop("added")[0]
+            state["scale"] = state.pop("renamed") * 0 + 2
+            state["head.weight"] = state["head.weight"] * 0 + 3
+            checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.125
+
+        def on_train_start(self):
+            if self.trainer.max_epochs == 2:  # the second run
+                assert float(self.offset) == 9.0 and self.trainer.optimizers[0].param_groups[0]["lr"] == 0.125
+                with self.trainer.strategy.engine.gathered():
+                    assert self.scale.tolist() == [2.0] * 3 and self.head.weight.eq(3).all()
+
+    saved(form, Edits(), tmp_path / "edited.ckpt")
+    loaded(Edits(), tmp_path / "edited.ckpt")
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_optimizers_start_anew_where_a_hook_drops_their_state(tmp_path):
+    class Drops(Net):
+        def on_load_checkpoint(self, checkpoint):
+            checkpoint["optimizer_states"] = []
+
+        def on_train_start(self):
+            assert not self.trainer.optimizers[0].state
+
+    saved("sharded", Drops(), tmp_path / "a.ckpt")
+    loaded(Drops(), tmp_path / "a.ckpt")
+
+
+@ranks(2)
+def test_a_hook_that_drops_an_entry_on_one_rank_is_an_error_on_all(tmp_path):
+    class Drops(Net):
         def on_save_checkpoint(self, checkpoint):
             if self.trainer.is_global_zero:
                 del checkpoint["state_dict"]["offset"]
 
     with pytest.raises(StateDictError, match=r"(?s)more: \['offset'\].*on_save_checkpoint must make the same"):
-        saved(world_size, "sharded", Drops(), tmp_path / "a.ckpt")
+        saved("sharded", Drops(), tmp_path / "a.ckpt")
 
 
 @ranks(2)
-def test_a_hook_finds_entries_without_values_on_other_ranks_than_the_first(rank, world_size, tmp_path):
-    class Asks(net_class("lightning")):
+def test_a_hook_finds_entries_without_values_on_other_ranks_than_the_first(rank, tmp_path):
+    class Asks(Net):
         def on_save_checkpoint(self, checkpoint):
             weight = checkpoint["state_dict"]["inner.weight"]
             assert weight.shape == (7, 6) and weight.half().dtype == copy.deepcopy(weight).half().dtype == torch.float16
@@ -112,20 +144,20 @@ def test_a_hook_finds_entries_without_values_on_other_ranks_than_the_first(rank,
                 with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
                     weight.norm().item()
 
-    saved(world_size, "full", Asks(), tmp_path / "a.ckpt")
+    saved("full", Asks(), tmp_path / "a.ckpt")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
+@either_form
 @ranks(2, fresh=True)
-def test_a_hook_that_fails_on_one_rank_strands_no_other(rank, world_size, form, tmp_path):
-    class Fails(net_class("lightning")):
+def test_a_hook_that_fails_on_one_rank_strands_no_other(rank, form, tmp_path):
+    class Fails(Net):
         def on_save_checkpoint(self, checkpoint):
             if rank:
                 raise ValueError("rank 1's hook")
 
     with pytest.raises(ValueError if rank else MissingRankError, match=r"rank 1|trainer\.save_checkpoint"):
-        saved(world_size, form, Fails(), tmp_path / "a.ckpt", config=ShardConfig(timeout=2.0))
+        saved(form, Fails(), tmp_path / "a.ckpt", config=ShardConfig(timeout=2.0))
     ended = tmp_path / "ended"
     if rank == 0:
         ended.touch()
@@ -133,15 +165,15 @@ def test_a_hook_that_fails_on_one_rank_strands_no_other(rank, world_size, form, 
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 @ranks(2)
-def test_saving_within_a_step_is_refused(world_size, form, tmp_path):
-    class Saves(net_class("lightning")):
+def test_saving_within_a_step_is_refused(form, tmp_path):
+    class Saves(Net):
         def training_step(self, batch, index):
             self.trainer.save_checkpoint(tmp_path / "a.ckpt")
 
     with pytest.raises(UnitStateError, match="forward"):
-        saved(world_size, form, Saves(), tmp_path / "b.ckpt")
+        saved(form, Saves(), tmp_path / "b.ckpt")
 
 
 # -- what stays in use after loading ----------------------------------------------------------------------------------
@@ -172,7 +204,7 @@ class Extra(nn.Module):
 
 
 def keeping_class() -> Any:
-    class Keeps(net_class("lightning")):
+    class Keeps(Net):
         def __init__(self) -> None:
             super().__init__(optimizer="adamw")
             self.metric, self.extra = Metric(), Extra()
@@ -194,11 +226,11 @@ def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
 
 
 @ranks(2)
-def test_nothing_that_is_kept_after_loading_lies_in_the_file(world_size, tmp_path):
+def test_nothing_that_is_kept_after_loading_lies_in_the_file(tmp_path):
     path = tmp_path / "a.ckpt"
-    saved(world_size, "full", keeping_class()(), path)
+    saved("full", keeping_class()(), path)
     module = keeping_class()()
-    loaded(world_size, module, path)
+    loaded(module, path)
     state = [v for own in module.trainer.optimizers[0].state.values() for v in own.values() if type(v) is torch.Tensor]
     assert state
     for tensor in (module.kept, module.metric.total, module.extra.kept, module.offset, *state):
@@ -208,7 +240,7 @@ def test_nothing_that_is_kept_after_loading_lies_in_the_file(world_size, tmp_pat
 
 @pytest.mark.exhaustive
 @ranks(2)
-def test_files_of_a_plugin_that_writes_or_reads_in_a_way_of_its_own_are_not_mapped(rank, world_size, tmp_path):
+def test_files_of_a_plugin_that_writes_or_reads_in_a_way_of_its_own_are_not_mapped(tmp_path):
     class InPlace(TorchCheckpointIO):
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
             with open(path, "wb") as file:
@@ -219,7 +251,7 @@ def test_files_of_a_plugin_that_writes_or_reads_in_a_way_of_its_own_are_not_mapp
             return {**super().load_checkpoint(*args, **kwargs), "mine": True}
 
     path = tmp_path / "a.ckpt"
-    saved(world_size, "full", keeping_class()(), path)
+    saved("full", keeping_class()(), path)
 
     class Looks(keeping_class()):
         def on_load_checkpoint(self, checkpoint: Any) -> None:
@@ -227,60 +259,105 @@ def test_files_of_a_plugin_that_writes_or_reads_in_a_way_of_its_own_are_not_mapp
             self.mine = checkpoint.get("mine")
             self.mapped = is_mapped(checkpoint["state_dict"]["inner.weight"], path)
 
-    for plugins, mapped, mine in (([], True, None), ([AsyncCheckpointIO()], True, None)):
+    for plugin, mapped, mine in (
+        (TorchCheckpointIO(), True, None),
+        (AsyncCheckpointIO(), True, None),
+        (Reads(), False, True),
+        (InPlace(), False, None),
+    ):
         module = Looks()
-        loaded(world_size, module, path, plugins=plugins)
+        t = loaded(module, path, plugins=[plugin])
         assert (module.mapped, module.mine) == (mapped, mine)
-    module = Looks()
-    loaded(world_size, module, path, plugins=[Reads()])
-    assert module.mine is True
-    module = Looks()
-    t = loaded(world_size, module, path, plugins=[InPlace()])
-    assert not module.mapped
-    t.save_checkpoint(path, weights_only=True)
+    t.save_checkpoint(path, weights_only=True)  # over the file
     assert module.kept.tolist() == [0, 1, 2, 3]
 
 
-# -- names of saves in the background ---------------------------------------------------------------------------------
+# -- what hooks see of a checkpoint: as under DDP, all of it is there before set-up is ----------------------------------
 
 
-def slowly(save: Any, write: Any, *args: Any) -> Any:
-    time.sleep(0.1)
-    return write(save, *args)
+class Data(LightningDataModule):
+    """Trains on fewer batches once it has been saved."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size, self.batches = world_size, 6
+
+    def train_dataloader(self) -> Any:
+        return loader(self.world_size, self.batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
 
 
-@pytest.mark.exhaustive
+class Looking(Net):
+    """Notes what it sees in hooks, and the rate that was saved."""
+
+    rate, configured, at_start, counted = 0.04, (), None, 0
+
+    def whole(self) -> torch.Tensor:
+        weight = self.head.weight
+        return (weight.full_tensor() if isinstance(weight, ShardTensor) else weight).detach().clone()
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        checkpoint["rate"] = 0.01
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.rate = checkpoint["rate"]
+
+    def configure_optimizers(self) -> Any:
+        self.configured = (self.rate, self.whole(), self.trainer.estimated_stepping_batches)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+    def on_fit_start(self) -> None:
+        self.at_start = self.whole()
+
+
+class Counting(Callback):
+    count = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.counted = self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 7}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@either_form
 @ranks(2)
-def test_names_are_those_of_saves_that_are_waited_for(world_size, tmp_path):
-    class Scores(net_class("lightning")):
-        def on_validation_epoch_end(self) -> None:
-            self.log("score", [1.0, 5.0, 3.0, 0.5, 4.0, 6.0][self.number])
-            self.number += 1
+def test_hooks_before_and_in_set_up_see_the_checkpoint_as_on_a_single_device(rank, world_size, tmp_path, form):
+    def resumed(path: Path, n: int, strategy: Any) -> Any:
+        for epochs, ckpt_path in ((1, None), (2, path)):
+            module, t = Looking(), trainer("lightning", n, strategy(), max_epochs=epochs, callbacks=[Counting()])
+            module.on_train_end = lambda t=t: t.save_checkpoint(path)
+            t.fit(module, datamodule=Data(n), ckpt_path=ckpt_path)
+        return module
 
-    found = []
-    for background in (False, True):
-        folder = tmp_path / str(background)
-        best = ModelCheckpoint(folder, "{epoch}", monitor="score", save_top_k=2, save_last=True)
-        every = ModelCheckpoint(folder, "{epoch}", every_n_train_steps=2, save_top_k=1)
-        t = trainer(
-            "lightning",
-            world_size,
-            strategy("sharded", async_save=background),
-            callbacks=[best, every],
-            enable_checkpointing=True,
-            max_epochs=3,
-            val_check_interval=0.5,
-        )
-        module = Scores()
-        module.number = 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharded_save._Save, "write", functools.partialmethod(slowly, sharded_save._Save.write))
-            t.fit(module, loader(world_size), loader(world_size, 1))
-        t.strategy.barrier()
-        sizes = {path.name: Checkpoint.open(path).manifest is not None for path in folder.iterdir()}
-        paths = [os.path.basename(path) for path in (best.best_model_path, best.last_model_path, every.best_model_path)]
-        scores = {os.path.basename(path): float(score) for path, score in best.best_k_models.items()}
-        found.append((sorted(sizes.items()), paths, scores))
-        assert "file_exists" not in vars(best)
-    assert found[0] == found[1]
-    assert len(found[0][0]) > 2
+    expected = resumed(tmp_path / f"single{rank}.ckpt", 1, lambda: "auto")
+    module = resumed(tmp_path / "shard.ckpt", world_size, lambda: shard_strategy(state_dict_type=form))
+    assert (module.counted, module.configured[0]) == (7, 0.01)
+    torch.testing.assert_close(module.configured, expected.configured)
+    torch.testing.assert_close(module.at_start, expected.at_start)
+    assert_same_state(module.state_dict(), expected.state_dict())
+
+
+@ranks(2)
+def test_a_hook_adds_the_layers_that_a_file_has(rank, world_size, tmp_path):
+    class Grown(Net):
+        def on_load_checkpoint(self, checkpoint):
+            self.more = torch.nn.Linear(3, 3)
+
+    t = single("lightning")
+    module = Net()
+    module.more = torch.nn.Linear(3, 3)
+    t.strategy.connect(module)
+    t.save_checkpoint(tmp_path / f"{rank}.ckpt", weights_only=True)
+    torch.distributed.barrier()
+    found = Grown()
+    trainer("lightning", world_size).validate(found, loader(world_size), ckpt_path=tmp_path / "0.ckpt", verbose=False)
+    torch.testing.assert_close(found.more.weight, module.more.weight)

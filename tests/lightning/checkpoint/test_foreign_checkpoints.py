@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,22 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from lightning_shard.for_lightning import ShardStrategy
-from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
+from tests.lightning.support import (
+    BATCHES,
+    Net,
+    assert_same_state,
+    copied_state,
+    fitted,
+    loader,
+    shard_strategy,
+    single,
+    trainer,
+)
 from tests.support.logs import captured_log
 from tests.support.ranks import ranks, run
-from torch_shard.checkpoint.sharded.entry_tree import model_at
+from tests.support.run_python import run_python
 from torch_shard.cli.main import main as command_line
 from torch_shard.errors import CheckpointError
 
@@ -27,34 +34,27 @@ class FSDPOnCpu(FSDPStrategy):  # type: ignore[misc]
     """Lightning's strategy; one of its lines is for GPUs alone, and all else is its own."""
 
     def _setup_model(self, model: Any) -> Any:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         return FullyShardedDataParallel(
             model, device_id=torch.device("cpu"), use_orig_params=True, sharding_strategy=self.sharding_strategy
         )
 
 
-def parallel_class() -> Any:
-    class Parallel(net_class("lightning")):
-        """Sharded by FSDP2 under Lightning's ModelParallelStrategy; as it is otherwise."""
+class Parallel(Net):
+    """Sharded by FSDP2 under Lightning's ModelParallelStrategy; as it is otherwise."""
 
-        def configure_model(self) -> None:
-            mesh = getattr(self, "device_mesh", None)
-            if mesh is not None:
-                from torch.distributed.fsdp import fully_shard
+    def configure_model(self) -> None:
+        mesh = getattr(self, "device_mesh", None)
+        if mesh is not None:
+            for block in self.blocks:
+                fully_shard(block, mesh=mesh["data_parallel"])
+            fully_shard(self, mesh=mesh["data_parallel"])
 
-                for block in self.blocks:
-                    fully_shard(block, mesh=mesh["data_parallel"])
-                fully_shard(self, mesh=mesh["data_parallel"])
-
-        def configure_optimizers(self) -> Any:
-            # By name: of FSDP's parameters all are 1-D here.
-            decayed = [p for name, p in self.named_parameters() if name.endswith("weight")]
-            others = [p for name, p in self.named_parameters() if not name.endswith("weight")]
-            optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-    return Parallel
+    def configure_optimizers(self) -> Any:
+        # By name: of FSDP's parameters all are 1-D here.
+        decayed = [p for name, p in self.named_parameters() if name.endswith("weight")]
+        others = [p for name, p in self.named_parameters() if not name.endswith("weight")]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
 STRATEGIES = {
@@ -71,7 +71,7 @@ def fit(rank, world_size, strategy, epochs, path=None, save=None):
     """Fit with any strategy, save before the run ends; the whole state where that is ours or plain."""
     how = STRATEGIES[strategy]() if strategy in STRATEGIES else strategy
     t = trainer("lightning", world_size, how, max_epochs=epochs)
-    module = parallel_class()(optimizer="adamw")
+    module = Parallel(optimizer="adamw")
     if save:
         module.on_train_end = lambda: t.save_checkpoint(save)
     t.fit(module, loader(world_size), ckpt_path=path)
@@ -96,7 +96,7 @@ def test_training_continues_from_a_file_of_lightnings_fsdp(tmp_path):
     path = tmp_path / "theirs.ckpt"
     run(1, fit, "auto", 1, None, path)
     checkpoint = torch.load(path, weights_only=True)
-    module = parallel_class()(optimizer="adamw")
+    module = Parallel(optimizer="adamw")
     place = {id(p): number for number, p in enumerate(module.parameters())}
     [optimizer], _ = module.configure_optimizers()
     order = [place[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -113,41 +113,22 @@ def test_training_continues_from_a_file_of_lightnings_fsdp(tmp_path):
 # -- without this package ---------------------------------------------------------------------------------------------
 
 WITHOUT = """
-import sys
 
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch_shard", "lightning_shard"):
-            raise ImportError(name + " is not installed here")
-
-sys.meta_path.insert(0, Missing())
+for name in ("torch_shard", "lightning_shard"):
+    sys.modules[name] = None  # an import of it is an ImportError
 import torch
-from torch import nn
-from lightning.pytorch import LightningModule
 
-class Net(LightningModule):
-    def __init__(self, optimizer="sgd", width=7):
-        super().__init__()
-        self.save_hyperparameters()
-        self.inner = nn.Linear(6, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.head = nn.Linear(width, 3)
-        self.scale = nn.Parameter(torch.zeros(3))
-        self.register_buffer("offset", torch.tensor(0.0))
-
+wanted = torch.load(sys.argv[1])
 for path in sys.argv[2:]:
-    module = Net.load_from_checkpoint(path, weights_only=True)
-    wanted = torch.load(sys.argv[1])
-    assert module.hparams.width == 9 and list(module.state_dict()) == list(wanted)
-    assert all(torch.equal(value, wanted[name]) for name, value in module.state_dict().items())
-assert not any(name.split(".")[0] == "torch_shard" for name in sys.modules)
+    found = torch.load(path, weights_only=True)["state_dict"]
+    assert list(found) == list(wanted)
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
 """
 
 
 def leave(rank, world_size, folder):
     for form in ("full", "sharded"):
-        t = trainer("lightning", world_size, ShardStrategy(state_dict_type=form, unshard_at_end=False))
-        t.fit(net_class("lightning")(optimizer="adamw", width=9), loader(world_size))
+        t = fitted(Net(optimizer="adamw", width=9), shard_strategy(state_dict_type=form, unshard_at_end=False))
         t.save_checkpoint(folder / f"{form}.ckpt")
     return t.strategy.engine.state_dict()
 
@@ -157,11 +138,10 @@ def test_plain_lightning_loads_both_forms_where_this_package_is_not_installed(tm
     torch.save(run(2, leave, tmp_path)[0], tmp_path / "wanted.pt")
     paths = [tmp_path / "full.ckpt", tmp_path / "consolidated.ckpt"]
     assert command_line(["consolidate", str(tmp_path / "sharded.ckpt"), str(paths[1])]) == 0
-    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    command = [sys.executable, "-c", WITHOUT, tmp_path / "wanted.pt", *paths]
-    subprocess.run(command, check=True, timeout=60, env=environment)
-    for path in paths:  # It is what a plain Trainer resumes from, too.
-        t, module = single("lightning", max_epochs=2), net_class("lightning")(optimizer="adamw", width=9)
+    run_python("-c", WITHOUT, tmp_path / "wanted.pt", *paths, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    for path in paths:  # A module is made of it, and a plain Trainer resumes from it.
+        assert Net.load_from_checkpoint(path, weights_only=True).hparams.width == 9
+        t, module = single("lightning", max_epochs=2), Net(optimizer="adamw", width=9)
         t.fit(module, loader(1), ckpt_path=path)
         assert t.global_step == 2 * BATCHES
 
@@ -179,53 +159,50 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-def _bad(kind: str, folder: Path) -> Path:
-    path = folder / "bad.ckpt"
-    if kind == "missing":
-        return path
-    if kind == "link to nothing":
-        path.symlink_to(folder / "gone.ckpt")
-        return path
-    if kind == "text":
-        path.write_text("not a checkpoint\n")
-    elif kind == "cut off":
-        torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": {"x": torch.zeros(1000)}}, path)
-        path.write_bytes(path.read_bytes()[:2000])
-    elif kind == "weights":
-        torch.save({"inner.weight": torch.zeros(7, 6)}, path)
-    elif kind == "bomb":
-        torch.save({"pytorch-lightning_version": "2.6.0", "bomb": Bomb(folder / "exploded")}, path)
-    else:
-        path.mkdir()
-    if kind == "deepspeed":
-        (path / "checkpoint").mkdir()
-        (path / "checkpoint" / "mp_rank_00_model_states.pt").touch()
-        (path / "latest").write_text("checkpoint")
-    return path
+def cut_off(path: Path) -> None:
+    torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": {"x": torch.zeros(1000)}}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def of_deepspeed(path: Path) -> None:
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "checkpoint" / "mp_rank_00_model_states.pt").touch()
+    (path / "latest").write_text("checkpoint")
+
+
+def with_code(path: Path, exploded: Path | None = None) -> None:
+    bomb = Bomb(exploded or path.parent / "exploded")
+    torch.save({"pytorch-lightning_version": "2.6.0", "bomb": bomb}, path)
+
+
+def with_code_beside_shards(path: Path) -> None:
+    torch.distributed.checkpoint.save({"model": dict(Net().state_dict())}, checkpoint_id=path, no_dist=True)
+    with_code(path / "meta.pt", path.parent / "exploded")
 
 
 BAD = {
-    "missing": "no checkpoint",
-    "link to nothing": r"link to .*gone\.ckpt",
-    "text": "no checkpoint",
-    "cut off": "damaged",
-    "weights": "pytorch-lightning_version",
-    "bomb": "weights_only=False",
-    "deepspeed": "no checkpoint",
-    "empty folder": "no checkpoint",
+    "missing": (lambda path: None, "no checkpoint"),
+    "link to nothing": (lambda path: path.symlink_to(path.parent / "gone.ckpt"), r"link to .*gone\.ckpt"),
+    "text": (lambda path: path.write_text("not a checkpoint\n"), "no checkpoint"),
+    "cut off": (cut_off, "damaged"),
+    "weights": (lambda path: torch.save({"inner.weight": torch.zeros(7, 6)}, path), "pytorch-lightning_version"),
+    "bomb": (with_code, "weights_only=False"),
+    "bomb beside shards": (with_code_beside_shards, "weights_only=False"),
+    "deepspeed": (of_deepspeed, "no checkpoint"),
+    "empty folder": (Path.mkdir, "no checkpoint"),
 }
 
 
 @ranks(2)
 def test_what_is_no_checkpoint_is_refused_on_all_ranks_with_nothing_changed(rank, world_size, tmp_path):
-    for kind, message in BAD.items():
+    for kind, (make, message) in BAD.items():
         folder = tmp_path / kind
         if rank == 0:
             folder.mkdir()
-            _bad(kind, folder)
+            make(folder / "bad.ckpt")
         torch.distributed.barrier()
-        module = net_class("lightning")()
-        before = {name: value.clone() for name, value in module.state_dict().items()}
+        module = Net()
+        before = copied_state(module)
         t = trainer("lightning", world_size)
         with pytest.raises(CheckpointError, match=message):
             t.fit(module, loader(world_size), ckpt_path=folder / "bad.ckpt")
@@ -235,64 +212,34 @@ def test_what_is_no_checkpoint_is_refused_on_all_ranks_with_nothing_changed(rank
         assert not (folder / "exploded").exists()
 
 
-@ranks(2)
-def test_a_bomb_beside_the_shards_does_not_explode(rank, world_size, tmp_path):
-    path = tmp_path / "theirs.ckpt"
-    if rank == 0:
-        path.mkdir()
-        torch.distributed.checkpoint.save(
-            {"model": dict(net_class("lightning")().state_dict())}, checkpoint_id=path, no_dist=True
-        )
-        torch.save({"pytorch-lightning_version": "2.6.0", "bomb": Bomb(tmp_path / "exploded")}, path / "meta.pt")
-    torch.distributed.barrier()
-    t = trainer("lightning", world_size)
-    with pytest.raises(CheckpointError, match="weights_only=False"):
-        t.validate(net_class("lightning")(), loader(world_size), ckpt_path=path, verbose=False)
-    assert not (tmp_path / "exploded").exists()
-    t = trainer("lightning", world_size)
-    t.validate(net_class("lightning")(), loader(world_size), ckpt_path=path, verbose=False, weights_only=False)
-    assert (tmp_path / "exploded").exists(), "the user has asked for it"
-
-
-@ranks(2)
-def test_a_file_that_only_one_rank_sees_is_an_error_on_all(rank, world_size, tmp_path):
-    mine = tmp_path / str(rank)
-    mine.mkdir()
-    plain = net_class("lightning")()
-    t = single("lightning")
-    t.fit(plain, loader(1))
-    if rank == 0:
-        t.save_checkpoint(mine / "a.ckpt")
-    torch.distributed.barrier()
-    here = os.getcwd()
-    os.chdir(mine)  # the relative path leads elsewhere on each rank
-    try:
-        with pytest.raises(CheckpointError, match="no checkpoint"):
-            trainer("lightning", world_size).fit(net_class("lightning")(), loader(world_size), ckpt_path="a.ckpt")
-    finally:
-        os.chdir(here)
-
-
-@ranks(2)
-def test_a_file_in_the_old_format_is_read_with_a_word_about_it(world_size, tmp_path):
-    module = net_class("lightning")()
-    t = single("lightning")
+def plain_file(path: Path) -> Any:
+    """A module that a single device has trained, and its checkpoint."""
+    t, module = single("lightning"), Net()
     t.fit(module, loader(1))
-    t.save_checkpoint(tmp_path / f"new{torch.distributed.get_rank()}.ckpt")
-    checkpoint = torch.load(tmp_path / f"new{torch.distributed.get_rank()}.ckpt", weights_only=True)
+    t.save_checkpoint(path)
+    return module
+
+
+@ranks(2)
+def test_a_file_that_only_one_rank_sees_is_an_error_on_all(rank, tmp_path, monkeypatch):
+    (tmp_path / str(rank)).mkdir()
+    plain_file(tmp_path / str(rank) / f"{rank}.ckpt")
+    torch.distributed.barrier()
+    monkeypatch.chdir(tmp_path / str(rank))  # the relative path leads elsewhere on each rank
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        fitted(Net(), ckpt_path="0.ckpt")
+
+
+@ranks(2)
+def test_a_file_in_the_old_format_is_read_with_a_word_about_it(rank, world_size, tmp_path):
+    module = plain_file(tmp_path / f"new{rank}.ckpt")
     path = tmp_path / "old.ckpt"
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
+        checkpoint = torch.load(tmp_path / "new0.ckpt", weights_only=True)
         torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
     torch.distributed.barrier()
+    again = Net()
     with captured_log(logging.INFO) as messages:
-        again = net_class("lightning")()
         trainer("lightning", world_size).validate(again, loader(world_size), ckpt_path=path, verbose=False)
     assert any("can't be mapped" in text for text in messages)
     assert_same_state(dict(again.state_dict()), dict(module.state_dict()))
-
-
-def test_entries_of_a_dict_are_not_taken_for_those_of_the_top():
-    entry = object()
-    keys = ["model.0.weight"]
-    assert model_at({"model": {"0.weight": entry}}, ("model",), keys, ours=False) == {"0.weight": entry}
-    assert model_at({"model.0.weight": entry}, ("model",), keys, ours=False) == {"model.0.weight": entry}

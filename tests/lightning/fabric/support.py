@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import lightning_shard
-from tests.lightning.support import quiet
-
-assert lightning_shard  # its import makes the names known where autoloading is off
+from tests.lightning.support import quiet, shard_strategy
 
 NAMESPACES = ["lightning.fabric", "lightning_fabric"]
 
@@ -67,7 +64,7 @@ def fabric(strategy: Any = "shard", namespace: str = "lightning.fabric", **optio
 
 
 def strategy(namespace: str = "lightning.fabric", **options: Any) -> Any:
-    return lightning_shard.registration.registry.strategy_class(namespace)(**options)
+    return shard_strategy(namespace, **options)
 
 
 def whole(module: Any) -> dict[str, torch.Tensor]:
@@ -80,3 +77,40 @@ def whole(module: Any) -> dict[str, torch.Tensor]:
 def assert_same(found: Any, expected: Any, **tolerance: float) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-7}
     torch.testing.assert_close(dict(found), dict(expected), **tolerance)
+
+
+def trained(
+    strategy: Any, *, apart: bool = False, accumulate: int = 1, clip: dict[str, float] | None = None, **options: Any
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and norms of some steps, and the weights after them."""
+    f = fabric(strategy, **options)
+    model: Any = net()
+    if apart:
+        model = f.setup_module(model)
+        optimizer = f.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    else:
+        model, optimizer = f.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    found = []
+    for step in range(4):
+        for micro in range(accumulate):
+            x, y = batch(step * accumulate + micro)
+            with f.no_backward_sync(model, enabled=micro + 1 < accumulate):
+                loss = (model(x) - y).square().mean() / accumulate
+                f.backward(loss)
+            found.append(f.all_reduce(loss.detach().clone()))
+        if clip is not None:
+            norm = f.clip_gradients(model, optimizer, **clip)
+            if norm is not None:
+                found.append(norm.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, whole(model)
+
+
+def assert_trains_like_ddp(
+    name: Any = "shard", namespace: str = "lightning.fabric", rtol: float = 1e-5, atol: float = 1e-7, **how: Any
+) -> None:
+    losses, weights = trained(name, namespace=namespace, **how)
+    expected_losses, expected_weights = trained("ddp", namespace=namespace, **how)
+    torch.testing.assert_close(losses, expected_losses, rtol=rtol, atol=atol)
+    assert_same(weights, expected_weights, rtol=rtol, atol=atol)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from tests.lightning.fabric.support import NAMESPACES, assert_same, batch, fabric, net, strategy, whole
+from tests.lightning.support import both_forms, either_form
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks, run
+from torch_shard import engine_of
 from torch_shard.errors import CheckpointError, ConfigError, StateDictError
-
-FORMS = ["full", "sharded"]
 
 
 class Counter:
@@ -47,46 +47,40 @@ def train(f: Any, state: dict[str, Any], steps: int) -> None:
         state["counter"].count += 2
 
 
-def uninterrupted(which: Any = "ddp") -> dict[str, torch.Tensor]:
-    f, state = start(which)
+def uninterrupted() -> dict[str, torch.Tensor]:
+    f, state = start("ddp")
     train(f, state, 4)
     return whole(state["net"])
 
 
-def assert_resumes(saving: Any, loading: Any, path: Path) -> None:
-    f, state = start(saving)
+def assert_resumes(saving: Any, loading: Any, path: Path, namespace: str = NAMESPACES[0]) -> None:
+    f, state = start(saving, namespace=namespace)
     train(f, state, 2)
     f.save(path, {**state, "notes": {"lr": 0.01}})
-    f, again = start(loading, seed=6)
-    remainder = f.load(path, again)
-    assert remainder == {"notes": {"lr": 0.01}}
+    f, again = start(loading, seed=6, namespace=namespace)
+    assert f.load(path, again) == {"notes": {"lr": 0.01}}
     assert again["step"] == 2 and again["counter"].count == 4
     train(f, again, 2)
     assert_same(whole(again["net"]), uninterrupted())
 
 
 @pytest.mark.parametrize("namespace", quick(NAMESPACES, NAMESPACES[:1]))
-@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
+@either_form
 @ranks(2)
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(form, namespace, tmp_path):
-    made = [strategy(namespace, state_dict_type=form) for _ in range(2)]
-    assert_resumes(made[0], made[1], tmp_path / "state.ckpt") if namespace == NAMESPACES[0] else _other(made, tmp_path)
-
-
-def _other(made: list[Any], tmp_path: Path) -> None:
-    f, state = start(made[0], namespace=NAMESPACES[1])
-    train(f, state, 2)
-    f.save(tmp_path / "state.ckpt", state)
-    f, again = start(made[1], seed=6, namespace=NAMESPACES[1])
-    assert f.load(tmp_path / "state.ckpt", again) == {}
-    train(f, again, 2)
-    assert_same(whole(again["net"]), uninterrupted())
+    saving, loading = (strategy(namespace, state_dict_type=form) for _ in range(2))
+    assert_resumes(saving, loading, tmp_path / "state.ckpt", namespace)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [("shard", "ddp"), *exhaustive(("ddp", "shard"))])
 @ranks(2)
 def test_the_file_is_that_of_ddp_both_ways(saving, loading, tmp_path):
     assert_resumes(saving, loading, tmp_path / "state.ckpt")
+
+
+def optimizer_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Full, by name, on all ranks."""
+    return engine_of(model.module).optim_state_dict(optimizer.optimizer, rank0_only=False)["state"]
 
 
 def save_on(rank: int, world: int, form: str, path: Path) -> None:
@@ -98,16 +92,12 @@ def save_on(rank: int, world: int, form: str, path: Path) -> None:
 def load_on(rank: int, world: int, path: Path) -> dict[str, Any]:
     f, state = start(seed=6)
     f.load(path, state)
-    moments = {}
-    optimizer = state["adam"].optimizer
-    named = f.strategy.engine_of(state["net"]).optim_state_dict(optimizer, rank0_only=False)["state"]
-    for name, entries in named.items():
-        moments[name] = entries["exp_avg"]
+    moments = {name: own["exp_avg"] for name, own in optimizer_state(state["net"], state["adam"]).items()}
     return {"weights": whole(state["net"]), "moments": moments, "step": state["step"]}
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", FORMS)
+@both_forms
 def test_another_number_of_ranks_loads_it(form, tmp_path):
     run(2, save_on, form, tmp_path / "state.ckpt")
     (alone,) = run(1, load_on, tmp_path / "state.ckpt")
@@ -117,7 +107,7 @@ def test_another_number_of_ranks_loads_it(form, tmp_path):
         assert other["step"] == alone["step"] == 2
 
 
-@pytest.mark.parametrize("form", quick(FORMS, ["sharded"]))
+@either_form
 @ranks(2)
 def test_a_filter_chooses_what_is_saved_and_strict_false_loads_it(form, tmp_path):
     f, state = start(strategy(state_dict_type=form))
@@ -142,7 +132,7 @@ def test_a_filter_chooses_what_is_saved_and_strict_false_loads_it(form, tmp_path
 
 
 @ranks(2)
-def test_load_raw_takes_plain_files_of_a_module_or_an_optimizer(rank, tmp_path):
+def test_load_raw_takes_a_module_or_an_optimizer_out_of_plain_files(rank, tmp_path):
     plain = net(8)
     adam = torch.optim.Adam(plain.parameters(), lr=0.5)
     plain(torch.ones(2, 6)).sum().backward()
@@ -157,9 +147,9 @@ def test_load_raw_takes_plain_files_of_a_module_or_an_optimizer(rank, tmp_path):
     f.load_raw(tmp_path / "adam.pt", state["adam"])
     assert_same(whole(state["net"]), plain.state_dict(), rtol=0, atol=0)
     assert state["adam"].param_groups[0]["lr"] == 0.5
-    named = f.strategy.engine_of(state["net"]).optim_state_dict(state["adam"].optimizer, rank0_only=False)["state"]
-    for number, (name, _) in enumerate(plain.named_parameters()):
-        torch.testing.assert_close(named[name]["exp_avg"], adam.state_dict()["state"][number]["exp_avg"])
+    named = optimizer_state(state["net"], state["adam"])
+    for (name, _), own in zip(plain.named_parameters(), adam.state_dict()["state"].values(), strict=True):
+        torch.testing.assert_close(named[name]["exp_avg"], own["exp_avg"])
     with pytest.raises(StateDictError, match="scale"):
         f.load_raw(tmp_path / "part.pt", state["net"])
     f.load_raw(tmp_path / "part.pt", state["net"], strict=False)
@@ -210,34 +200,29 @@ def test_what_a_folder_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
         f.load(path, {"step": 0})
 
 
-def _refusing(name: str, value: Any) -> bool:
-    raise ValueError("not today")
-
-
 @ranks(2)
 def test_a_failure_on_one_rank_is_raised_on_all(rank, tmp_path):
     f, state = start()
 
-    class Broken(Counter):
-        def state_dict(self) -> dict[str, Any]:
-            raise ValueError("no state today")
+    def fail(*args: Any) -> Any:
+        raise ValueError("not today")
 
-    with pytest.raises(Exception, match="no state today"):
-        f.save(tmp_path / "state.ckpt", {**state, "counter": Broken() if rank == 1 else Counter()})
-    with pytest.raises(CheckpointError, match="missing"):
-        f.load(tmp_path / "missing", state)
-    (tmp_path / "no checkpoint").write_bytes(b"hello")
-    before = whole(state["net"])
-    with pytest.raises(CheckpointError, match="damaged, or no checkpoint"):
-        f.load(tmp_path / "no checkpoint", state)
+    broken = Counter()
+    broken.state_dict = fail if rank == 1 else broken.state_dict
     with pytest.raises(Exception, match="not today"):
-        f.save(tmp_path / "state.ckpt", state, filter={"net": _refusing})
+        f.save(tmp_path / "state.ckpt", {**state, "counter": broken})
+    with pytest.raises(Exception, match="not today"):
+        f.save(tmp_path / "state.ckpt", state, filter={"net": fail})
     assert not (tmp_path / "state.ckpt").exists()
-    assert_same(whole(state["net"]), before, rtol=0, atol=0)
     (tmp_path / "a folder").mkdir(exist_ok=True)
     with pytest.raises(OSError, match="a folder"):
         f.save(tmp_path / "a folder", state)
-    assert list((tmp_path / "a folder").iterdir()) == []
+    (tmp_path / "no checkpoint").write_bytes(b"hello")
+    before = whole(state["net"])
+    for name, message in (("missing", "missing"), ("no checkpoint", "damaged, or no checkpoint")):
+        with pytest.raises(CheckpointError, match=message):
+            f.load(tmp_path / name, state)
+    assert_same(whole(state["net"]), before, rtol=0, atol=0)
 
 
 @ranks(2)
@@ -251,57 +236,3 @@ def test_folders_are_written_while_training_goes_on(tmp_path):
     f.load(tmp_path / "folder", state)
     assert state["step"] == 2
     assert_same(whole(state["net"]), saved, rtol=0, atol=0)
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_folders_of_fabric_and_of_the_engine_are_the_same(tmp_path):
-    f, state = start(strategy(state_dict_type="sharded"))
-    train(f, state, 2)
-    engine, saved = f.strategy.engine_of(state["net"]), whole(state["net"])
-    f.save(tmp_path / "fabric", {**state, "step": 2})
-    engine.save(tmp_path / "engine", state["adam"].optimizer, extra={"step": 7})
-    f, other = start(seed=6)
-    extra = f.strategy.engine_of(other["net"]).load(tmp_path / "fabric", other["adam"].optimizer)
-    assert extra["step"] == 2
-    assert_same(whole(other["net"]), saved, rtol=0, atol=0)
-    f, other = start(seed=7)
-    assert f.load(tmp_path / "engine", {"a": other["net"], "b": other["adam"]}) == {"step": 7}
-    assert_same(whole(other["net"]), saved, rtol=0, atol=0)
-    f.load_raw(tmp_path / "engine", f.setup(net(8)))
-
-
-@ranks(2)
-def test_several_optimizers_load_from_a_folder_in_any_order(tmp_path):
-    def make(seed: int) -> tuple[Any, dict[str, Any]]:
-        f = fabric(strategy(state_dict_type="sharded"))
-        model = net(seed)
-        body = torch.optim.Adam([*model.inner.parameters(), *model.blocks.parameters()], lr=0.01)
-        head = torch.optim.SGD([*model.head.parameters(), model.scale], lr=0.1, momentum=0.9)
-        model, body, head = f.setup(model, body, head)
-        x, y = batch(0)
-        f.backward((model(x) - y).square().mean())
-        body.step()
-        head.step()
-        return f, {"model": model, "body": body, "head": head}
-
-    f, state = make(5)
-    f.save(tmp_path / "folder", state)
-    f, other = make(6)
-    other["head"].param_groups[0]["lr"] = 9.0
-    f.load(tmp_path / "folder", {key: other[key] for key in ("head", "model", "body")})
-    assert other["head"].param_groups[0]["lr"] == 0.1
-    for key in ("body", "head"):
-        found, expected = (
-            s["model"]._strategy.engine_of(s["model"]).optim_state_dict(s[key].optimizer, rank0_only=False)
-            for s in (other, state)
-        )
-        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
-    f, third = make(7)
-    assert f.load(tmp_path / "folder", {"head": third["head"], "model": third["model"]}) == {}
-    torch.testing.assert_close(
-        f.strategy.engine_of(third["model"]).optim_state_dict(third["head"].optimizer, rank0_only=False)["state"],
-        expected["state"],
-        rtol=0,
-        atol=0,
-    )

@@ -9,18 +9,13 @@ from typing import Any
 
 import pytest
 
-import lightning_shard
 from tests.lightning.fabric.support import NAMESPACES
+from tests.lightning.registration.test_registration import NAMES
 from tests.support.run_python import run_python
-
-NAMES = [
-    "shard", "shard_zero2", "shard_zero1", "shard_hybrid", "shard_hybrid_zero2", "shard_offload", "shard_spawn", "shard_fork",
-]  # fmt: skip
 
 SCRIPT = """
 import json, sys
 import torch
-{imports}
 from {namespace} import Fabric
 
 
@@ -61,22 +56,10 @@ def result(printed: str) -> list[Any]:
     return json.loads(line.removeprefix("RESULT "))
 
 
-def script(folder: Path, namespace: str = "lightning.fabric", imports: str = "") -> Path:
+def script(folder: Path, namespace: str = "lightning.fabric") -> Path:
     path = folder / "train.py"
-    path.write_text(SCRIPT.format(namespace=namespace, imports=imports))
+    path.write_text(SCRIPT.format(namespace=namespace))
     return path
-
-
-def test_both_namespaces_get_the_names_and_each_its_own_class():
-    for namespace, ours in zip(NAMESPACES, ("for_lightning", "for_lightning_fabric"), strict=True):
-        package = importlib.import_module(namespace)
-        registry = package.strategies.STRATEGY_REGISTRY
-        assert [name for name in registry if name.startswith("shard")] == NAMES
-        made = package.Fabric(strategy="SHARD_zero2", accelerator="cpu", devices=2).strategy
-        assert isinstance(made, package.strategies.ParallelStrategy)
-        assert type(made).__module__ == f"lightning_shard.fabric.{ours}"
-        assert made.config.strategy == "shard_grad_op"
-    assert lightning_shard.ShardFabricStrategy.__module__ == "lightning_shard.fabric.for_lightning"
 
 
 def test_the_command_line_offers_the_names():
@@ -89,21 +72,16 @@ def test_the_command_line_offers_the_names():
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_script_trains_on_two_ranks_as_with_ddp_without_importing_anything_of_ours(namespace, tmp_path):
     path = script(tmp_path, namespace)
-    name, ranks, loss = result(run_python(path, "shard", folder=tmp_path).stdout)
-    assert (name, ranks) == ("ShardFabricStrategy", 2)
-    assert loss == pytest.approx(result(run_python(path, "ddp", folder=tmp_path).stdout)[2], rel=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_fabric_run_takes_the_name(namespace, tmp_path):
-    path = script(tmp_path, namespace)
+    expected = [
+        "ShardFabricStrategy",
+        2,
+        pytest.approx(result(run_python(path, "ddp", folder=tmp_path).stdout)[2], rel=1e-5),
+    ]
+    assert result(run_python(path, "shard", folder=tmp_path).stdout) == expected
     # The console script is that of one of the two packages.
-    program = ("-c", f"from {namespace}.cli import _main; _main()")
-    options = ("--accelerator", "cpu", "--devices", 2, "--main-port", 29731, "--strategy")
-    name, ranks, loss = result(run_python(*program, "run", *options, "shard", path, "cli", folder=tmp_path).stdout)
-    assert (name, ranks) == ("ShardFabricStrategy", 2)
-    assert loss == pytest.approx(result(run_python(path, "ddp", folder=tmp_path).stdout)[2], rel=1e-5)
+    program = ("-c", f"from {namespace}.cli import _main; _main()", "run", "--strategy", "shard")
+    options = ("--accelerator", "cpu", "--devices", 2, "--main-port", 29731)
+    assert result(run_python(*program, *options, path, "cli", folder=tmp_path).stdout) == expected
 
 
 @pytest.mark.exhaustive

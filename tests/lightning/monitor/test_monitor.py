@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import lightning_shard
 from lightning_shard.monitor.hints import hints
@@ -21,8 +22,10 @@ from lightning_shard.registration import registry as _registry
 from tests.lightning.support import (
     BATCHES,
     NAMESPACES,
+    Net,
+    TwoOptimizers,
     both_namespaces,
-    either_namespace,
+    fitted,
     loader,
     net_class,
     single,
@@ -31,6 +34,7 @@ from tests.lightning.support import (
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard import ShardConfig
 from torch_shard.errors import ConfigError
 
 
@@ -59,27 +63,11 @@ def recorder(namespace: str, separator: str = "/") -> Any:
     return Records()
 
 
-class UnitNorms(Callback):
-    """On a single device: norms of parameters by name, at every step."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.steps.append({n: p.grad.norm() for n, p in module.named_parameters() if p.grad is not None})
-
-
-def fit(namespace: str, world_size: int, callback: Any, **options: Any) -> tuple[Any, Any]:
-    module = net_class(namespace)()
-    t = trainer(namespace, world_size, callbacks=[callback], **options)
-    t.fit(module, loader(world_size))
-    return module, t
-
-
 @both_namespaces
 @ranks(2)
-def test_each_logger_gets_the_figures_of_the_steps_that_are_logged(rank, world_size, namespace):
-    loggers = [recorder(namespace), recorder(namespace, ".")]
+def test_each_logger_gets_the_figures_of_the_steps_that_are_logged(rank, world_size, namespace, tmp_path):
+    lightnings = NAMESPACES[namespace].loggers.CSVLogger(tmp_path / str(rank))
+    loggers = [recorder(namespace), recorder(namespace, "."), lightnings]
     sent = []
 
     class Look(NAMESPACES[namespace].Callback):
@@ -91,12 +79,10 @@ def test_each_logger_gets_the_figures_of_the_steps_that_are_logged(rank, world_s
             held = trainer.strategy.engine.memory_summary(trainer.optimizers)
             sent.append(held["parameters"] + held["gradients"] + held["optimizer"])
 
-    module = net_class(namespace)()
     callbacks = [monitor(namespace), Look()]
-    trainer(namespace, world_size, callbacks=callbacks, logger=loggers, log_every_n_steps=2).fit(
-        module, loader(world_size)
-    )
-    for logger, between in zip(loggers, "/.", strict=True):
+    t = trainer(namespace, world_size, callbacks=callbacks, logger=loggers, log_every_n_steps=2)
+    t.fit(net_class(namespace)(), loader(world_size))
+    for logger, between in zip(loggers[:2], "/.", strict=True):
         assert [step for step, _ in logger.logged] == [1, 3, 5]
         for _, figures in logger.logged:
             assert not [name for name in figures if not name.startswith(f"shard{between}")]
@@ -106,43 +92,45 @@ def test_each_logger_gets_the_figures_of_the_steps_that_are_logged(rank, world_s
     for _, f in loggers[0].logged:
         assert 0 < f["shard/wait_share"] < 1
         assert min(f["shard/gather_wait"], f["shard/reduce_wait"], f["shard/other_wait"]) > 0
+        assert f["shard/host_wait"] >= 0
         assert f["shard/gathered_bytes"] == 0 < f["shard/peak_gathered_bytes"]
+    if rank == 0:  # where Lightning's own logger writes
+        with open(Path(lightnings.log_dir) / "metrics.csv", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["shard/bytes_sent"]]
+        assert [float(row["shard/bytes_sent"]) for row in rows] == figures["bytes_sent"]
 
 
-@either_namespace
+class Norms(Callback):
+    """On a single device: norms of parameters by name, for each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if optimizer is trainer.optimizers[0]:
+            self.steps.append({})
+        self.steps[-1].update({n: p.grad.norm() for n, p in module.named_parameters() if id(p) in mine})
+
+
+@pytest.mark.parametrize(
+    ("several", "options"),
+    [(False, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}), *exhaustive((True, {}))],
+)
 @ranks(2)
-def test_lightnings_own_logger_writes_the_figures_of_every_step(rank, world_size, namespace, tmp_path):
-    logger = NAMESPACES[namespace].loggers.CSVLogger(tmp_path)
-    fit(namespace, world_size, monitor(namespace, grad_norms=True), logger=logger, log_every_n_steps=1)
-    if rank:
-        return  # Lightning writes on rank 0
-    with open(Path(logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["shard/bytes_sent"]]
-    assert [int(row["step"]) for row in rows] == list(range(BATCHES))
-    figures = {name for name in rows[0] if name.startswith("shard/")}
-    waits = {"gather_wait", "reduce_wait", "other_wait", "host_wait", "wait_share"}
-    sizes = {"bytes_sent", "gathered_bytes", "peak_gathered_bytes", "resident_bytes"}
-    assert {f"shard/{name}" for name in waits | sizes} < figures
-    assert any(name.startswith("shard/grad_norm/") for name in figures)
-    assert all(float(row[name]) >= 0 for row in rows for name in figures)
-
-
-@pytest.mark.parametrize("accumulate", [*exhaustive(1), 2])
-@ranks(2)
-def test_norms_of_units_are_those_of_a_single_device(world_size, accumulate):
-    options = {"log_every_n_steps": 1, "gradient_clip_val": 0.1, "accumulate_grad_batches": accumulate}
-    reference = UnitNorms()
-    single("lightning", callbacks=[reference], **options).fit(net_class("lightning")(), loader(1))
-    records, units = recorder("lightning"), {}
+def test_norms_of_units_are_those_of_a_single_device(several, options):
+    make = TwoOptimizers if several else Net
+    reference, records, units = Norms(), recorder("lightning"), {}
 
     class Look(Callback):
         def on_train_start(self, trainer, module):
             units.update({unit.name: list(unit.names) for unit in trainer.strategy.engine.units})
 
-    module = net_class("lightning")()
-    callbacks = [monitor("lightning", grad_norms=True), Look()]
-    trainer("lightning", world_size, callbacks=callbacks, logger=records, **options).fit(module, loader(world_size))
-    assert len(records.logged) == len(reference.steps) == BATCHES // accumulate
+    single("lightning", callbacks=[reference], **options).fit(make(), loader(1))
+    options = {**options, "callbacks": [monitor("lightning", grad_norms=True), Look()], "log_every_n_steps": 1}
+    strategy = lightning_shard.ShardStrategy(units=["blocks.*"])
+    fitted(make(), strategy, logger=records, **options)
+    assert len(records.logged) == len(reference.steps) == BATCHES // options.get("accumulate_grad_batches", 1)
     assert len(units) > 1
     for (_, figures), norms in zip(records.logged, reference.steps, strict=True):
         for unit, names in units.items():
@@ -150,129 +138,48 @@ def test_norms_of_units_are_those_of_a_single_device(world_size, accumulate):
             assert figures[f"shard/grad_norm/{unit}"] == pytest.approx(wanted, rel=1e-5)
 
 
-def gan_class() -> Any:
-    class Two(net_class("lightning")):
-        """Two optimizers that step in every batch; they share the root's unit."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, index):
-            for optimizer in self.optimizers():
-                self.toggle_optimizer(optimizer)
-                optimizer.zero_grad()
-                self.manual_backward(self.loss(batch))
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-        def configure_optimizers(self):
-            some = [*self.blocks.parameters(), self.scale]
-            mine = {id(p) for p in some}
-            rest = [p for p in self.parameters() if id(p) not in mine]
-            return torch.optim.SGD(some, lr=0.05), torch.optim.SGD(rest, lr=0.05)
-
-    return Two
-
-
-@pytest.mark.exhaustive
+@pytest.mark.parametrize("bar", [None, *exhaustive(TQDMProgressBar, RichProgressBar)])
 @ranks(2)
-def test_units_of_several_optimizers_have_one_norm(world_size):
-    names: dict[str, list[str]] = {}
-    wanted: list[dict[str, torch.Tensor]] = []
-
-    class Reference(Callback):
-        def on_train_batch_start(self, trainer, module, batch, index):
-            wanted.append({})
-
-        def on_before_optimizer_step(self, trainer, module, optimizer):
-            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            wanted[-1].update({n: p.grad.norm() for n, p in module.named_parameters() if id(p) in mine})
-
-    class Look(Callback):
-        def on_train_start(self, trainer, module):
-            names.update({unit.name: list(unit.names) for unit in trainer.strategy.engine.units})
-
-    single("lightning", callbacks=[Reference()]).fit(gan_class()(), loader(1))
-    records = recorder("lightning")
-    callbacks = [monitor("lightning", grad_norms=True), Look()]
-    options = {"callbacks": callbacks, "logger": records, "log_every_n_steps": 1}
-    trainer("lightning", world_size, lightning_shard.ShardStrategy(units=["blocks.*"]), **options).fit(
-        gan_class()(), loader(world_size)
-    )
-    assert len(records.logged) == BATCHES
-    for (_, figures), norms in zip(records.logged, wanted, strict=True):
-        for unit, members in names.items():
-            expected = torch.stack([norms[name] for name in members]).norm().item()
-            assert figures[f"shard/grad_norm/{unit}"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("bar", ["none", *exhaustive("tqdm", "rich")])
-@ranks(2)
-def test_one_line_an_epoch_whatever_the_bar(rank, world_size, bar, tmp_path):
-    from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-
-    if bar == "rich":
-        pytest.importorskip("rich")
-    bars = {"none": [], "tqdm": [TQDMProgressBar(refresh_rate=1)], "rich": [RichProgressBar()]}[bar]
-    module, out = net_class("lightning")(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        t = trainer(
-            "lightning",
-            world_size,
-            callbacks=[monitor("lightning"), *bars],
-            max_epochs=2,
-            enable_progress_bar=bar != "none",
-        )
-        t.fit(module, loader(world_size))
+def test_one_line_an_epoch_whatever_the_bar(rank, bar):
+    callbacks = [monitor("lightning"), *([bar()] if bar else [])]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        fitted(Net(), callbacks=callbacks, max_epochs=2, enable_progress_bar=bar is not None)
     lines = [line for line in out.getvalue().replace("\r", "\n").splitlines() if "shard: epoch" in line]
     assert len(lines) == (2 if rank == 0 else 0)
-    if rank == 0:
-        assert "shard: epoch 1:" in lines[1]
-        assert "KiB sent per step" in lines[1]
+    assert rank > 0 or ("shard: epoch 1:" in lines[1] and "KiB sent per step" in lines[1])
 
 
-def slow(namespace: str) -> Any:
-    class Slow(net_class(namespace)):
-        """One rank computes for long inside its forward; the other waits for it in a gather."""
+class Slow(Net):
+    """One rank computes for long inside its forward; the other waits for it in a gather."""
 
-        def __init__(self, rank: int) -> None:
-            super().__init__()
-            if rank == 1:
-                self.blocks[0].register_forward_hook(lambda *_: time.sleep(0.05))
-
-    return Slow
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            self.blocks[0].register_forward_hook(lambda *_: time.sleep(0.05))
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"threshold": 0.2, "warm_up": 1, "patience": 2}, True),
+        ({"threshold": 1.0, "warm_up": 0, "patience": 1}, False),
+        ({"warm_up": 2 * BATCHES}, False),
+        ({"warm_up": 0, "patience": 2 * BATCHES + 1}, False),
+    ],
+)
 @ranks(2)
-def test_waiting_that_does_not_end_is_warned_about_once_with_remedies(rank, world_size):
-    watcher = monitor("lightning", warm_up=1, patience=2, threshold=0.2, summary=False)
+def test_waiting_that_does_not_end_is_warned_about_once_with_remedies(rank, options, warned):
+    watcher = monitor("lightning", summary=False, **options)
     with captured_log() as said:
-        trainer("lightning", world_size, callbacks=[watcher], max_epochs=2).fit(slow("lightning")(rank), loader(2))
+        fitted(Slow(), callbacks=[watcher], max_epochs=2)
     said = [text for text in said if "communication does not hide" in text]
-    if rank == 0:
-        assert len(said) == 1
-        assert "2 steps in a row" in said[0]
-        assert "precision='bf16-mixed'" in said[0]
-        assert "strategy='shard_zero2'" in said[0]
-        assert "a larger batch" in said[0]
-
-
-@pytest.mark.exhaustive
-@ranks(2)
-def test_short_waits_and_warm_up_are_not_warned_about(rank, world_size):
-    with captured_log() as said:
-        for options in ({"threshold": 1.0, "warm_up": 0, "patience": 1}, {"warm_up": 6}, {"patience": 7, "warm_up": 0}):
-            watcher = monitor("lightning", summary=False, **options)
-            trainer("lightning", world_size, callbacks=[watcher]).fit(slow("lightning")(rank), loader(2))
-    assert not [text for text in said if "communication" in text]
+    assert len(said) == (warned and rank == 0)
+    for part in ("2 steps in a row", "precision='bf16-mixed'", "strategy='shard_zero2'", "a larger batch"):
+        assert all(part in text for text in said)
 
 
 def test_hints_follow_from_what_the_run_does():
     def asked(gathers=1.0, reductions=0.0, nodes=1, accumulate=1, itemsize=4, **config):
-        from torch_shard import ShardConfig
-
         plan = SimpleNamespace(units=[SimpleNamespace(numel=10, gathered_nbytes=10 * itemsize)])
         engine = SimpleNamespace(config=ShardConfig(**config), plan=plan)
         given = SimpleNamespace(num_nodes=nodes, accumulate_grad_batches=accumulate)

@@ -11,8 +11,9 @@ import yaml
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
-from tests.lightning.support import assert_same_state, loader, net_class, quiet
+from tests.lightning.support import Net, assert_same_state, loader, quiet
 from tests.support.ranks import ranks
+from torch_shard import Offload
 
 OPTIONS = {
     "accelerator": "cpu",
@@ -26,7 +27,7 @@ OPTIONS = {
 CLASS = "lightning_shard.ShardStrategy"
 
 
-class Model(net_class("lightning")):  # type: ignore[misc]
+class Model(Net):  # type: ignore[misc]
     def __init__(self, optimizer: str = "sgd", width: int = 7) -> None:
         super().__init__(optimizer, width)
 
@@ -70,7 +71,7 @@ WAYS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2)
-def test_a_run_from_the_command_line_trains_like_ddp(world_size, way):
+def test_a_run_from_the_command_line_trains_like_ddp(way):
     width = ["--data.features", 5]
     found = cli(*WAYS[way], *width)
     wanted = cli("--trainer.strategy", "ddp", *width)
@@ -119,3 +120,30 @@ def test_a_setting_that_there_is_not_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli("--trainer.strategy", CLASS, "--trainer.strategy.prefetsch", 2, run=False)
     assert "'prefetsch' is not accepted" in capsys.readouterr().err
+
+
+# -- offload, which is a name or has fields of its own -------------------------------------------------------------------
+
+KEEPS = Offload(params=False)
+OPTION = "--trainer.strategy.offload"
+LINES = {
+    "a name": (["--trainer.strategy", "shard_offload"], Offload()),
+    "cpu": (["--trainer.strategy", CLASS, OPTION, "cpu"], Offload()),
+    "a field": (["--trainer.strategy", CLASS, f"{OPTION}.params", "false"], KEEPS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", LINES)
+def test_the_command_line_sets_offload(way):
+    words, wanted = LINES[way]
+    assert cli(*words, run=False).trainer.strategy.config.offload == wanted
+
+
+@pytest.mark.parametrize(
+    "value", ["cpu", {"params": False}, {"class_path": "torch_shard.Offload", "init_args": {"params": False}}], ids=str
+)
+def test_a_file_sets_offload(tmp_path, value):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"trainer": {"strategy": {"class_path": CLASS, "init_args": {"offload": value}}}}))
+    offload = cli("--config", file, run=False).trainer.strategy.config.offload
+    assert offload == (Offload() if value == "cpu" else KEEPS)

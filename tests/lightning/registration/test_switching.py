@@ -10,10 +10,12 @@ from typing import Any
 import lightning.fabric.strategies
 import lightning.pytorch.strategies
 import pytest
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.lightning.support import lightning_shard as package
+import lightning_shard as package
+from torch_shard import Offload, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.versions import at_least
 
@@ -58,3 +60,15 @@ def test_a_setting_that_there_is_not_is_named(made):
         made(prefech=2)
     with pytest.raises(ConfigError, match=r"^find_unused_parameters: .*docs/lightning\.md"):
         made(find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("made", [package.ShardStrategy, package.ShardFabricStrategy])
+def test_the_accelerator_that_ddp_takes_first_is_asked_for_by_its_name(made):
+    with pytest.raises(ConfigError, match=rf"config must be a ShardConfig, .*{made.__name__}\(accelerator=\.\.\.\)"):
+        made(CPUAccelerator())
+
+
+@pytest.mark.parametrize("made", [package.ShardStrategy, package.ShardFabricStrategy])
+def test_an_argument_changes_the_config(made):
+    config = made(ShardConfig(offload="cpu", prefetch=2), offload=Offload(params=False)).config
+    assert (config.offload, config.prefetch) == (Offload(params=False), 2)

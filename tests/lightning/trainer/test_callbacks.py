@@ -1,10 +1,8 @@
-"""Lightning's own callbacks see and do under sharding what they see and do on a single device."""
+"""Lightning's own callbacks and loggers see and do under sharding what they see and do on a single device."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,25 @@ import lightning.pytorch.callbacks as builtin
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn.utils import prune
 
-import torch_shard
-from lightning_shard.for_lightning import ShardStrategy
-from tests.lightning.support import BATCHES, assert_same_state, loader, net_class, single, trainer
+import lightning_shard.trainer.strategy
+from tests.lightning.support import (
+    Net,
+    assert_same_state,
+    compare,
+    copied_state,
+    fitted,
+    loader,
+    shard_strategy,
+    trainer,
+)
+from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 
@@ -26,12 +36,12 @@ ELSEWHERE = {
     "Callback", "Checkpoint", "ProgressBar",  # base classes
     "ModelCheckpoint",  # test_model_checkpoint.py
     "StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "ModelPruning",  # test_weight_averaging.py
-    "BasePredictionWriter",  # test_steps.py
-    "BatchSizeFinder", "LearningRateFinder",  # test_tuner.py
+    "BasePredictionWriter",  # test_training.py
+    "OnExceptionCheckpoint",  # test_ending.py
 }  # fmt: skip
 HERE = {
-    "BackboneFinetuning", "BaseFinetuning", "DeviceStatsMonitor", "EarlyStopping",
-    "GradientAccumulationScheduler", "LambdaCallback", "LearningRateMonitor", "ModelSummary", "OnExceptionCheckpoint",
+    "BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "DeviceStatsMonitor", "EarlyStopping",
+    "GradientAccumulationScheduler", "LambdaCallback", "LearningRateFinder", "LearningRateMonitor", "ModelSummary",
     "RichModelSummary", "RichProgressBar", "SpikeDetection", "TQDMProgressBar", "ThroughputMonitor", "Timer",
 }  # fmt: skip
 
@@ -48,7 +58,7 @@ def watched(world_size: int, folder: Path, strategy: Any, rich: bool) -> dict[st
         grads = {name: p.grad for name, p in module.named_parameters()}
         seen["grads"].append({name: (float(g.norm()), float(g.abs().max())) for name, g in grads.items()})
 
-    module = net_class("lightning")(optimizer="adamw")
+    module = Net(optimizer="adamw")
     stopping = builtin.EarlyStopping("val", min_delta=0.35, patience=1)
     spikes = builtin.SpikeDetection(exclude_batches_path=folder, rtol=100)
     timer = builtin.Timer(duration="00:01:00:00")
@@ -101,7 +111,7 @@ def test_callbacks_that_watch_a_run_see_what_they_see_on_a_single_device(rank, w
         assert any("cpu_percent" in name for name in found["logged"]), found["logged"]
 
 
-class Backbone(net_class("lightning")):
+class Backbone(Net):
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=0.5), nn.Tanh())
@@ -113,11 +123,10 @@ class Backbone(net_class("lightning")):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("train_bn", [False, *exhaustive(True)])
 @ranks(2)
 def test_a_backbone_is_thawed_as_on_a_single_device(rank, world_size, train_bn, tmp_path):
-    """Frozen, then trained at a rate of its own that grows; also from a checkpoint of before and of after."""
+    """Frozen, then trained at a rate of its own that grows; also from a checkpoint of after, and of before."""
     # All ranks get the whole batch, whose statistics are those of a single device. (DDP does not reduce the gradients of
     # parameters that are thawed later.)
 
@@ -132,107 +141,139 @@ def test_a_backbone_is_thawed_as_on_a_single_device(rank, world_size, train_bn, 
         t.fit(module, loader(1), ckpt_path=ckpt_path)
         return module, [group["lr"] for group in t.optimizers[0].param_groups]
 
-    for epoch in (None, 3, 1) if train_bn else (None, 3):
-        alone, sharded = (
-            (folder, epoch and folder / f"epoch={epoch}.ckpt")
-            for folder in (tmp_path / f"single{rank}", tmp_path / "shard")
-        )
-        (expected, rates), (module, found) = fit("auto", *alone), fit("shard", *sharded)
+    alone, sharded = tmp_path / f"single{rank}", tmp_path / "shard"
+    for name in (None, "epoch=3.ckpt", *(["epoch=1.ckpt"] if train_bn else [])):
+        expected, rates = fit("auto", alone, name and alone / name)
+        module, found = fit("shard", sharded, name and sharded / name)
         assert found == rates and len(rates) == 2
         assert_same_state(module.state_dict(), expected.state_dict())
 
 
-@pytest.mark.parametrize("form", ["full", *exhaustive("sharded")])
-@ranks(2)
-def test_the_state_at_an_exception_is_saved(world_size, form, tmp_path):
-    class Keeps(builtin.OnExceptionCheckpoint):
-        def teardown(self, *args, **kwargs):
-            """Without deleting it, as if the machine had failed."""
-
-    class Fails(net_class("lightning")):
-        fail = True
-
-        def training_step(self, batch, index):
-            loss = super().training_step(batch, index)
-            if index == 3 and self.fail:
-                raise ZeroDivisionError("on purpose")
-            return loss
-
-    def run(strategy: Any, folder: Path) -> Any:
-        module = Fails()
-        for ckpt_path in (None, folder / "failed.ckpt"):
-            options = {"enable_checkpointing": True, "callbacks": [Keeps(folder, "failed")]}
-            t = trainer("lightning", world_size, strategy(), **options)
-            module.fail = ckpt_path is None
-            with pytest.raises(ZeroDivisionError) if module.fail else contextlib.nullcontext():
-                t.fit(module, loader(world_size), ckpt_path=ckpt_path)
-        return module, t.global_step
-
-    expected, steps = run(lambda: "ddp", tmp_path / "ddp")
-    module, found = run(lambda: ShardStrategy(state_dict_type=form), tmp_path / "shard")
-    assert (tmp_path / "shard" / "failed.ckpt").is_dir() == (form == "sharded")
-    assert found == steps
-    assert_same_state(module.state_dict(), expected.state_dict())
-
-
-@ranks(2)
-def test_a_spike_ends_the_run_on_all_ranks(rank, world_size, tmp_path):
-    class Spikes(net_class("lightning")):
-        def training_step(self, batch, index):
-            return super().training_step(batch, index) * (1000 if (index, self.global_rank) == (4, 1) else 1)
-
-    with pytest.raises(Exception, match="spike") as caught:
-        trainer(
-            "lightning", world_size, callbacks=[builtin.SpikeDetection(exclude_batches_path=tmp_path, rtol=100)]
-        ).fit(Spikes(), loader(world_size))
-    assert type(caught.value).__name__ == "TrainingSpikeException"
-    if rank == 0:
-        assert json.loads((tmp_path / "skip_batches.json").read_text()) == [3, 4]
-
-
-class Watched(net_class("lightning")):
-    """Watched as Weights & Biases does it: hooks on the parameters' gradients, and one on the module that reads parameters."""
-
-    def statistics(self, tensor: torch.Tensor) -> list[float]:
-        flat = tensor.data.reshape(-1)
-        low, high = float(flat.min()), float(flat.max())
-        return [low, high, *torch.histc(flat, bins=4, min=low, max=high).tolist()]
-
-    def on_train_start(self):
-        self.grads: dict[str, list[Any]] = {name: [] for name, _ in self.named_parameters()}
-        for name, p in self.named_parameters():
-            p.register_hook(lambda grad, name=name: self.grads[name].append(self.statistics(grad.cpu())))
-        self.blocks[0].register_forward_hook(
-            lambda block, *_: self.seen.append([self.statistics(p.data.cpu()) for p in block.parameters()])
-        )
-
-
-@ranks(2)
-def test_hooks_that_watch_gradients_and_parameters_see_those_of_ddp(world_size):
-    """Gradients before they are reduced: this rank's, as under DDP."""
-    expected, module = Watched(), Watched()
-    for strategy, watched in (("ddp", expected), ("shard", module)):
-        trainer("lightning", world_size, strategy).fit(watched, loader(world_size))
-    assert all(len(values) == BATCHES for values in expected.grads.values())
-    for name, values in expected.grads.items():
-        assert torch.tensor(module.grads[name]).numpy() == pytest.approx(torch.tensor(values).numpy(), rel=1e-4)
-    assert torch.tensor(module.seen).numpy() == pytest.approx(torch.tensor(expected.seen).numpy(), rel=1e-4)
-
-
 @ranks(2)
 def test_a_module_that_was_pruned_before_is_trained_under_its_masks(world_size):
-    def make() -> Any:
-        module = net_class("lightning")()
-        prune.l1_unstructured(module.inner, "weight", amount=0.5)
-        prune.random_unstructured(module.blocks[1], "bias", amount=0.3)
-        return module
+    class Pruned(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            prune.l1_unstructured(self.inner, "weight", amount=0.5)
+            prune.random_unstructured(self.blocks[1], "bias", amount=0.3)  # net_class() seeds what is random
 
-    expected, module = make(), make()
-    with torch.no_grad():
-        module.load_state_dict(expected.state_dict())
-    single("lightning", max_epochs=2).fit(expected, loader(1))
-    trainer("lightning", world_size, max_epochs=2).fit(module, loader(world_size))
-    assert torch_shard.engine_of(module) is None
-    assert_same_state(module.state_dict(), expected.state_dict())
+    module, _, _ = compare(world_size, Pruned, max_epochs=2)
     prune.remove(module.inner, "weight")
     assert int((module.inner.weight == 0).sum()) == module.inner.weight.numel() // 2
+
+
+# -- tuning -------------------------------------------------------------------------------------------------------------
+
+
+class Tuned(Net):
+    """Its losses differ between the ranks, so that those of a single device are no measure."""
+
+    batch_size = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.05
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def found_by_tuner(world_size: int, strategy: Any, folder: Any) -> Any:
+    module = Tuned()
+    before = copied_state(module)
+    t = trainer("lightning", world_size, strategy, max_epochs=2, default_root_dir=folder)
+    finder = Tuner(t).lr_find(module, loader(world_size), min_lr=1e-4, num_training=15, early_stop_threshold=None)
+    assert_same_state(module.state_dict(), before)
+    t.fit(module, loader(world_size))
+    return module, finder.results, finder.suggestion(skip_begin=2, skip_end=1)
+
+
+def found_by_callback(world_size: int, strategy: Any, folder: Any) -> Any:
+    module, finder = Tuned(), builtin.LearningRateFinder(min_lr=1e-4, num_training_steps=15, early_stop_threshold=None)
+    # Of its steps the callback leaves the first ten out: two epochs have too few.
+    fitted(module, strategy, max_epochs=4, default_root_dir=folder, callbacks=[finder])
+    return module, finder.optimal_lr.results, finder.optimal_lr.suggestion()
+
+
+@pytest.mark.parametrize(
+    ("find", "form"), [(found_by_tuner, "full"), *exhaustive((found_by_callback, "full"), (found_by_tuner, "sharded"))]
+)
+@ranks(2)
+def test_the_learning_rate_that_is_found_is_that_of_ddp(world_size, find, form, tmp_path):
+    expected, wanted, suggestion = find(world_size, "ddp", tmp_path)
+    module, results, suggested = find(world_size, shard_strategy(state_dict_type=form), tmp_path)
+    assert results["lr"] == wanted["lr"] and len(wanted["loss"]) > 10
+    assert results["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert suggested == suggestion is not None
+    assert module.lr == expected.lr
+    assert_same_state(module.state_dict(), expected.state_dict())
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+@ranks(2)
+def test_the_batch_size_finder_is_refused_as_under_ddp(world_size):
+    for strategy in ("ddp", "shard"):
+        with pytest.raises(ValueError, match="not supported with distributed strategies"):
+            Tuner(trainer("lightning", world_size, strategy)).scale_batch_size(Tuned(), loader(world_size))
+        t = trainer("lightning", world_size, strategy, callbacks=[builtin.BatchSizeFinder()])
+        with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
+            t.fit(Tuned(), loader(world_size))
+
+
+# -- a logger that traces the model on rank 0, as TensorBoardLogger(log_graph=True) does -----------------------------------
+
+
+class Traces(Logger):
+    """As Lightning's, but that it keeps the graph."""
+
+    name, version, _log_graph = "traces", 0, True
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        pass
+
+    def log_hyperparams(self, *args: Any) -> None:
+        pass
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        traced = torch.jit.trace(model, model.example_input_array, strict=False)
+        nodes = [str(node.kind()) for node in traced.inlined_graph.nodes()]
+        self.graphs.append([kind for kind in nodes if kind.startswith("aten")])
+
+
+def example() -> Any:
+    module = Net()
+    module.example_input_array = torch.ones(2, 6)
+    return module
+
+
+@pytest.mark.exhaustive
+@ranks(2)
+def test_the_graph_that_is_logged_is_that_of_ddp_and_the_run_goes_on(rank, world_size):
+    found = []
+    for strategy in ("ddp", "shard", shard_strategy(unshard_at_end=False)):
+        module, logger = example(), Traces()
+        t = trainer("lightning", world_size, strategy, logger=logger)
+        t.validate(module, loader(world_size), verbose=False)
+        t.fit(module, loader(world_size))
+        found.append((logger.graphs, module, t.callback_metrics["train"]))
+        assert "log_graph" not in vars(logger)
+    (graphs, expected, loss), (own, module, value), (others, _, third) = found
+    assert [graph.count("aten::linear") for graph in graphs] == ([5, 5] if rank == 0 else [])
+    assert own == graphs and others == graphs
+    assert_same_state(module.state_dict(), expected.state_dict())
+    torch.testing.assert_close(torch.stack([value, third]), torch.stack([loss, loss]))
+
+
+@ranks(2)
+def test_no_graph_is_logged_where_whole_parameters_do_not_fit(rank, monkeypatch):
+    monkeypatch.setattr(lightning_shard.trainer.strategy, "fits_on_every_rank", lambda *_: False)
+    module, logger = example(), Traces()
+    with captured_log() as log:
+        fitted(module, shard_strategy(unshard_at_end=False), logger=logger)
+    assert not logger.graphs
+    assert rank > 0 or any("log_graph=False" in line for line in log)

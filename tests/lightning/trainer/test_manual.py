@@ -1,4 +1,4 @@
-"""Manual optimization: several optimizers, toggled, accumulated, clipped."""
+"""Manual optimization with several optimizers, and optimizers that torch's step hooks don't see or that are refused."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lightning.support import NAMESPACES, assert_same_state, either_namespace, loader, net_class, single, trainer
+from tests.lightning.support import NAMESPACES, Net, compare, either_namespace, fitted, shard_strategy
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardError
 
 
-def strategy(**options: Any) -> Any:
-    from lightning_shard.for_lightning import ShardStrategy
-
-    return ShardStrategy(**options)
-
-
-def gan_class(namespace: str, sync: bool = True) -> Any:
+def gan_class(namespace: str) -> Any:
     class Gan(NAMESPACES[namespace].LightningModule):
-        """Two networks and a frozen one; gradients of two batches, by value and by norm; a scheduler each."""
+        """Two networks and a frozen layer; gradients of two batches, clipped by value and by norm; a scheduler each."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -38,7 +32,7 @@ def gan_class(namespace: str, sync: bool = True) -> Any:
             for_generator, for_critic = self.optimizers()
             last = index % 2 == 1
 
-            with for_critic.toggle_model(sync_grad=last or not sync):
+            with for_critic.toggle_model(sync_grad=last):
                 assert not any(p.requires_grad for p in self.generator.parameters())
                 real, made = self.critic(y), self.critic(self.generator(x))
                 self.manual_backward(((real - 1).square() + made.square()).mean() / 2)
@@ -46,7 +40,7 @@ def gan_class(namespace: str, sync: bool = True) -> Any:
                     self.clip_gradients(for_critic, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
                     for_critic.step()
                     for_critic.zero_grad()
-            with for_generator.toggle_model(sync_grad=last or not sync):
+            with for_generator.toggle_model(sync_grad=last):
                 assert not any(p.requires_grad for p in self.critic.parameters())
                 made = self.generator(x)
                 near = (self.features(made) - self.features(y)).square().mean()
@@ -75,84 +69,18 @@ def gan_class(namespace: str, sync: bool = True) -> Any:
 @pytest.mark.parametrize("defer", [False, *exhaustive(True)], ids=["reduced", "deferred"])
 @ranks(2)
 def test_a_gan_with_toggled_models_accumulation_and_clipping(world_size, namespace, defer):
-    if namespace == "lightning":
-        given = strategy(defer_gradient_sync=defer)
-    else:
-        from lightning_shard.for_pytorch_lightning import ShardStrategy
-
-        given = ShardStrategy(defer_gradient_sync=defer)
-    expected, module = gan_class(namespace)(), gan_class(namespace)()
-    single(namespace, max_epochs=2).fit(expected, loader(1))
-    trainer(namespace, world_size, given, max_epochs=2).fit(module, loader(world_size))
+    given = shard_strategy(namespace, defer_gradient_sync=defer)
+    module, expected, _ = compare(world_size, gan_class(namespace), given, namespace, max_epochs=2)
     assert module.rates == expected.rates
-    assert_same_state(module.state_dict(), expected.state_dict())
-
-
-@ranks(2)
-def test_steps_with_closures_as_lightnings_documentation_has_them(world_size):
-    class Closures(net_class("lightning")):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, index):
-            first, second = self.optimizers()
-            for optimizer in (first, second):
-
-                def closure(optimizer=optimizer):
-                    optimizer.zero_grad()
-                    loss = self.loss(batch)
-                    self.manual_backward(loss)
-                    return loss
-
-                with optimizer.toggle_model():
-                    self.seen.append(float(self.all_gather(optimizer.step(closure=closure).detach()).mean()))
-
-        def configure_optimizers(self):
-            blocks = list(self.blocks.parameters())
-            others = [p for p in self.parameters() if all(p is not q for q in blocks)]
-            return torch.optim.Adam(blocks, lr=0.01), torch.optim.SGD(others, lr=0.05)
-
-    expected, module = Closures(), Closures()
-    single("lightning").fit(expected, loader(1))
-    trainer("lightning", world_size).fit(module, loader(world_size))
-    assert module.seen == pytest.approx(expected.seen, rel=1e-5)
-    assert_same_state(module.state_dict(), expected.state_dict())
-
-
-@ranks(2)
-def test_an_optimizer_may_be_left_out_of_a_step_and_two_may_share_a_parameter(world_size):
-    class Shares(net_class("lightning")):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch, index):
-            optimizers = self.optimizers()
-            self.manual_backward(self.loss(batch))
-            for optimizer in optimizers if index % 2 else optimizers[:1]:
-                optimizer.step()
-            self.zero_grad()
-
-        def configure_optimizers(self):
-            body = [*self.inner.parameters(), *self.head.parameters()]
-            return [torch.optim.SGD(body, lr=0.05), torch.optim.SGD([*self.blocks.parameters(), *body], lr=0.02)]
-
-    expected, module = Shares(), Shares()
-    single("lightning").fit(expected, loader(1))
-    trainer("lightning", world_size).fit(module, loader(world_size))
-    assert_same_state(module.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("defer", [False, True])
 @ranks(2)
-def test_a_step_within_toggle_model_without_sync_is_refused(world_size, defer):
+def test_a_step_within_toggle_model_without_sync_is_refused(defer):
     """Under ddp it would step each rank with its own gradients, and the ranks would drift apart."""
 
-    class Steps(net_class("lightning")):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
+    class Steps(Net):
+        automatic_optimization = False
 
         def training_step(self, batch, index):
             optimizer = self.optimizers()
@@ -162,12 +90,12 @@ def test_a_step_within_toggle_model_without_sync_is_refused(world_size, defer):
                 optimizer.step()
 
     with pytest.raises(ShardError, match="no_sync"):
-        trainer("lightning", world_size, strategy(defer_gradient_sync=defer)).fit(Steps(), loader(world_size))
+        fitted(Steps(), shard_strategy(defer_gradient_sync=defer))
 
 
 @ranks(2)
 def test_overridden_hooks_of_automatic_optimization_are_followed(world_size):
-    class Hooks(net_class("lightning")):
+    class Hooks(Net):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
             for group in optimizer.param_groups:
                 group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 3)
@@ -191,9 +119,63 @@ def test_overridden_hooks_of_automatic_optimization_are_followed(world_size):
         def on_before_zero_grad(self, optimizer):
             self.seen.append(float(self.head.weight.detach().norm()))
 
-    expected, module = Hooks(), Hooks()
-    options = {"max_epochs": 2, "gradient_clip_val": 0.4}
-    single("lightning", **options).fit(expected, loader(1))
-    trainer("lightning", world_size, **options).fit(module, loader(world_size))
+    module, expected, _ = compare(world_size, Hooks, max_epochs=2, gradient_clip_val=0.4)
     assert module.seen == pytest.approx(expected.seen, rel=1e-4)
-    assert_same_state(module.state_dict(), expected.state_dict())
+
+
+# -- other optimizers ------------------------------------------------------------------------------------------------------
+
+
+class Bare:
+    """What Lightning takes for an optimizer, without torch.optim.Optimizer's __init__ and hooks."""
+
+    def __init__(self, params, lr=0.05):
+        self.param_groups, self.state, self.defaults = [{"params": list(params), "lr": lr}], {}, {}
+
+    def state_dict(self):
+        group = self.param_groups[0]
+        return {"state": {}, "param_groups": [{**group, "params": list(range(len(group["params"])))}]}
+
+    def load_state_dict(self, state):
+        pass
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+@ranks(2)
+def test_an_optimizer_that_is_not_torchs_trains_like_a_single_device(world_size):
+    class Steps(Net):
+        def configure_optimizers(self):
+            return Bare(self.parameters())
+
+    compare(world_size, Steps)
+
+
+@ranks(2)
+def test_an_optimizer_that_needs_everything_is_refused_before_it_steps(world_size):
+    class Steps(Net):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ShardError, match=r"LBFGS.*gathered"):
+        compare(world_size, Steps)
+
+
+def test_state_is_loaded_where_the_module_has_no_trainer():
+    # So it is after ranks that were processes of their own have ended.
+    model = torch.nn.Linear(2, 2)
+    saved, loaded = (torch.optim.SGD(model.parameters(), lr, momentum=0.9) for lr in (0.5, 0.1))
+    strategy = shard_strategy()
+    strategy.connect(Net())
+    strategy.optimizers = [loaded]
+    strategy.load_optimizer_state_dict({"optimizer_states": [saved.state_dict()]})
+    assert loaded.param_groups[0]["lr"] == 0.5
