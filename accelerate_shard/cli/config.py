@@ -151,9 +151,9 @@ def _answers(given: Mapping[str, str | None], ask: bool, told: Mapping[str, Any]
 
 
 def _asked(question: Question, default: Any) -> Any:
-    shown = text_of(default) if question.name == "offload" else default
+    default_text = text_of(default) if question.name == "offload" else default
     while True:
-        text = input(f"{question.text}\n  {question.form} [{shown}]: ").strip()
+        text = input(f"{question.text}\n  {question.form} [{default_text}]: ").strip()
         try:
             return question.read(text) if text else default
         except ValueError:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine, errors
-from torch_shard.frontend import exchange_texts, meet
+from torch_shard.frontend import exchange_texts, wait_for_all
 
 __all__ = ["barrier", "each"]
 
@@ -40,15 +40,15 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     error: Exception | None = None
     result: Any = None
-    said: dict[str, str] = {}
+    answer: dict[str, str] = {}
     try:
         result = function()
-        said["key"] = repr(key(result) if callable(key) else key)
+        answer["key"] = repr(key(result) if callable(key) else key)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-        said.update(error=type(error).__name__, text=str(error))
+        answer.update(error=type(error).__name__, text=str(error))
     if world > 1:
-        _, texts = exchange_texts(list(range(world)), "accelerate_shard/each", json.dumps(said), seconds, what)
+        _, texts = exchange_texts(list(range(world)), "accelerate_shard/each", json.dumps(answer), seconds, what)
     if error is not None:
         raise error
     if world > 1:
@@ -75,4 +75,4 @@ def barrier(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """
     engine = next(iter(engines), None)
     if engine is not None:
-        meet(engine, seconds, what)
+        wait_for_all(engine, seconds, what)

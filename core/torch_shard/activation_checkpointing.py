@@ -76,8 +76,10 @@ def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloade
     before = [(layer, layer.__dict__.get("forward")) for layer in layers]
     offload = ActivationOffload() if moved else None
     for layer, forward in before:
-        again = forward if isinstance(forward, _Recomputed) else _Recomputed(layer, layer.forward)
-        layer.forward = again if layer not in moved else _Recomputed(layer, again.forward, again.own, offload)
+        recomputed = forward if isinstance(forward, _Recomputed) else _Recomputed(layer, layer.forward)
+        layer.forward = (
+            recomputed if layer not in moved else _Recomputed(layer, recomputed.forward, recomputed.own, offload)
+        )
     try:
         yield len(layers)
     except BaseException:

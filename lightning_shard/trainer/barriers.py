@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_shard.frontend import group_timeout, meet
+from torch_shard.frontend import group_timeout, wait_for_all
 
 from .._private import MixinBase
 
@@ -44,4 +44,4 @@ class BarrierMixin(MixinBase):  # type: ignore[misc]
     def _wait_for_all(self, what: str) -> None:
         engine = self.engine_or_none
         if engine is not None and engine.world_size > 1 and not self._failed:
-            meet(engine, group_timeout(self.root_device), what)
+            wait_for_all(engine, group_timeout(self.root_device), what)

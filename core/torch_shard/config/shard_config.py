@@ -183,8 +183,8 @@ def _checked_dims(names: Any) -> tuple[str, ...] | None:
 def _entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:
     # A str and a Module may be iterable, but are given by mistake only. A set of names has another order on every rank.
     if isinstance(value, (str, Set, Mapping, nn.Module, nn.Parameter)) or not isinstance(value, Iterable):
-        shown = repr(value) if isinstance(value, str) else type(value).__name__
-        raise ConfigError(f"{field} must be {wanted}, not {shown}.")
+        given = repr(value) if isinstance(value, str) else type(value).__name__
+        raise ConfigError(f"{field} must be {wanted}, not {given}.")
     return tuple(value)
 
 

@@ -28,8 +28,7 @@ from ..optim.state_tree import copied as copy_tensors
 from ..optim.state_tree import mapped as map_tensors
 from ..optim.state_tree import tensors_of
 from ..plan.layer_selection import classes_named
-from ..runtime import barrier as meeting
-from ..runtime import registry
+from ..runtime import barrier, registry
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
 from ..setup.lazy_param import Deferred, defer, deferred_of
 from ..shard_tensor.spec import same_cut, shard_of_full
@@ -73,7 +72,6 @@ __all__ = [
     "load_optim_state_dict",
     "make_full",
     "map_tensors",
-    "meet",
     "optim_state_dict",
     "param_name",
     "param_names_of",
@@ -86,6 +84,7 @@ __all__ = [
     "sharded_alike",
     "swap_value",
     "tensors_of",
+    "wait_for_all",
     "with_shard",
 ]
 
@@ -127,9 +126,9 @@ def is_solo(engine: Engine) -> bool:
     return bool(engine._runtime.solo)
 
 
-def meet(engine: Engine, seconds: float, what: str) -> None:
+def wait_for_all(engine: Engine, seconds: float, what: str) -> None:
     """Wait until all ranks are in `what`, for `seconds` at least; in a forward or a backward return at once. Collective."""
-    meeting.meet(engine._runtime, seconds, what)
+    barrier.wait_for_all(engine._runtime, seconds, what)
 
 
 # -- models -------------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from ..checkpoint.plain_params import all_parameters, plain_source
 from ..checkpoint.safe_globals import classes_of_data
 from ..checkpoint.sharded.entries import (
     EXTRA,
+    EXTRA_SHARDS,
     MODEL,
     MODELS,
     OPTIMIZER,
-    SLICED,
     Optimizers,
     Source,
     optimizer_state,
@@ -35,10 +35,10 @@ from ..state import optimizer_state as named_state
 
 __all__ = [
     "EXTRA",
+    "EXTRA_SHARDS",
     "MODEL",
     "MODELS",
     "OPTIMIZER",
-    "SLICED",
     "Contents",
     "FullLoad",
     "Optimizers",

@@ -222,8 +222,8 @@ class InBackward:
 
     def note_computed_with(self, unit: Unit) -> None:
         """Note that this rank computes with `unit` in backward."""
-        again = self._gathered if unit.gathers else self._issued
-        if unit.index in again:
+        unsharded = self._gathered if unit.gathers else self._issued
+        if unit.index in unsharded:
             self._computed_with.add(unit.index)
 
     def votes(self) -> list[int]:

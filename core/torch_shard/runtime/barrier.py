@@ -6,10 +6,10 @@ from ..comm.consensus import agree
 from ..utils.autograd_private import graph_task
 from .runtime import Runtime
 
-__all__ = ["meet"]
+__all__ = ["wait_for_all"]
 
 
-def meet(runtime: Runtime, seconds: float, what: str) -> None:
+def wait_for_all(runtime: Runtime, seconds: float, what: str) -> None:
     """Wait until all ranks have come to `what`. Collective.
 
     Inside a forward or a backward, where the ranks don't compare what they do, this returns at once.

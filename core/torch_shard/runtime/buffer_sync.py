@@ -24,7 +24,7 @@ class BufferSync:
         # Under tensor parallelism a buffer may belong to a rank's own part of the model, so that data-parallel groups don't
         # share buffers.
         what = "the broadcast of buffers"
-        broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_data_parallel=True)
+        broadcast_coalesced(self.collectives, self._buffers(root), what, arrived=True, within_data_parallel=True)
 
     def signature(self, root: nn.Module) -> tuple[int, str]:
         """Return a number that tells buffers of different sizes apart, and a text for an error."""

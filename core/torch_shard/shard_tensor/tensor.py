@@ -113,13 +113,13 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in GETTERS:  # hot: read many times a step
-            shown: Any = None
+            visible: Any = None
             if func == DTYPE:  # `is` would not do: each read makes a new object
-                shown = torch_function.computed_in(args[0])
+                visible = torch_function.computed_in(args[0])
             elif func == DEVICE:
-                shown = torch_function.computed_on(args[0])
-            if shown is not None:
-                return shown
+                visible = torch_function.computed_on(args[0])
+            if visible is not None:
+                return visible
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):

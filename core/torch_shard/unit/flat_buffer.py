@@ -111,11 +111,11 @@ class FlatBuffer:
             self.host.pending_writes.wait_for_writes()
         return self.memory._version
 
-    def _build(self, compute: torch.dtype, code: BlockQuantizer | None) -> None:
-        """Make the full buffer and the unsharded parameters, of dtype `compute`; `code` quantizes what is sent, if given."""
-        self.compute, self.code = compute, code
+    def _build(self, compute: torch.dtype, quantizer: BlockQuantizer | None) -> None:
+        """Make the full buffer and the unsharded parameters, of dtype `compute`; `quantizer` quantizes what is sent, if given."""
+        self.compute, self.quantizer = compute, quantizer
         self.casts = compute != self.dtype
-        self.exact = not self.casts and code is None  # modules compute with the stored values
+        self.exact = not self.casts and quantizer is None  # modules compute with the stored values
         # What this rank's slot of the full buffer held after the unshard, unless that is the shard, cast:
         self._sent: torch.Tensor | None = None  # ... quantized, as it was sent
         self._edited: torch.Tensor | None = None  # ... as a forward's edits have left it
@@ -128,7 +128,7 @@ class FlatBuffer:
         else:
             self.full = self.shard
         if self.host is not None:
-            self.host.compute_in(compute, code)
+            self.host.compute_in(compute, quantizer)
         # The secondary shard: kept between forward and backward, where fewer ranks than all share the unit then.
         self.secondary_shard: torch.Tensor | None = None
         if self.sharded and self.collectives.secondary_channel is not None:
@@ -155,11 +155,11 @@ class FlatBuffer:
 
         Call before anybody has seen an unsharded parameter.
         """
-        quantized, code = self.dtypes.quantized, None
+        quantized, quantizer = self.dtypes.quantized, None
         if quantized is not None and self.sharded:
-            code = quantized.parameter_quantizer(self.dtypes, self.layout.shard_numel)
-        if self.dtypes.casts or code is not None:
-            self._build(self.dtypes.compute, code)
+            quantizer = quantized.parameter_quantizer(self.dtypes, self.layout.shard_numel)
+        if self.dtypes.casts or quantizer is not None:
+            self._build(self.dtypes.compute, quantizer)
 
     def copy_for(self, unit: Unit) -> FlatBuffer:
         """Return a flat buffer of `unit`, a copy of this one's unit, with the same values and settings."""
@@ -221,15 +221,15 @@ class FlatBuffer:
     def start_gather(self, what: str) -> Pending | QuantizedGather | Crossing | None:
         """Start to fill the full buffer, which has memory; return None if that is done already. Collective."""
         self.fresh_version = self.version
-        if self.code is not None:
-            sent = torch.empty(self.code.nbytes, dtype=torch.uint8, device=self.full.device)
+        if self.quantizer is not None:
+            sent = torch.empty(self.quantizer.nbytes, dtype=torch.uint8, device=self.full.device)
             if self.host is None:
                 with torch.no_grad():
-                    self.code.encode(self.shard.unsqueeze(0), sent.unsqueeze(0))
+                    self.quantizer.encode(self.shard.unsqueeze(0), sent.unsqueeze(0))
             else:
                 self.host.copy_to(sent)
             self._sent, self._edited = sent, None
-            return QuantizedGather(self.collectives, self.code, sent, self.full, what)
+            return QuantizedGather(self.collectives, self.quantizer, sent, self.full, what)
         if self.host is not None:
             crossing = self.host.copy_to(self.own)
             if not self.sharded:
@@ -284,12 +284,12 @@ class FlatBuffer:
         """Return what this rank's slot of the full buffer holds unless somebody has written to it."""
         if self._edited is not None:
             return self._edited
-        if self.code is None:
+        if self.quantizer is None:
             return self.shard.to(self.own.device, self.compute)
         # Quantizing the shard once more would not do: one edited element changes the codes of its block.
         assert self._sent is not None
         values = torch.empty_like(self.own)
-        self.code.decode(self._sent.unsqueeze(0), values.unsqueeze(0))
+        self.quantizer.decode(self._sent.unsqueeze(0), values.unsqueeze(0))
         return values
 
     def take_edits(self) -> None:
@@ -303,7 +303,7 @@ class FlatBuffer:
                 changed = self.own.view(integer) != before.view(integer)
                 changed &= ~(self.own.isnan() & before.isnan())  # a cast alone may change the bits of a NaN
                 torch.where(changed.to(shard.device), self.own.to(shard.device, self.dtype), shard, out=shard)
-                if self.code is not None:
+                if self.quantizer is not None:
                     self._edited = self.own.clone()
         self.fresh_version = self.shard._version
         self.note_versions()

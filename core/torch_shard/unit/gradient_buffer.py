@@ -69,9 +69,9 @@ class GradientBuffer:
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
-            code = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
-            if code is not None:
-                self.quantized = QuantizedGradients(code, layout, dtypes, collectives)
+            quantizer = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
+            if quantizer is not None:
+                self.quantized = QuantizedGradients(quantizer, layout, dtypes, collectives)
         self._gaps = layout.gaps()
         self._cut = tuple((slot.shape, slot.stride, slot.offset) for slot in layout.slots)  # without names
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
@@ -343,9 +343,9 @@ class GradientBuffer:
                 param = self.params[i]
                 if own_grad(param) is None:
                     own = own or self._own_shards()
-                    shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
-                    shown._shard_state.unreduced = True
-                    set_own_grad(param, shown)
+                    deferred_grad = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
+                    deferred_grad._shard_state.unreduced = True
+                    set_own_grad(param, deferred_grad)
             self.accumulation.note(deferred)
         if self.host is not None and own:
             self.host.pending_writes.block_reads(self._present_grads())

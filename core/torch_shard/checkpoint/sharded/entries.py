@@ -30,10 +30,10 @@ from ...state.param_names import named_params
 
 __all__ = [
     "EXTRA",
+    "EXTRA_SHARDS",
     "MODEL",
     "MODELS",
     "OPTIMIZER",
-    "SLICED",
     "Optimizers",
     "Source",
     "optimizer_state",
@@ -41,7 +41,7 @@ __all__ = [
     "sources_of",
 ]
 
-MODEL, MODELS, OPTIMIZER, EXTRA, SLICED = "model", "models", "optimizer", "extra", "sliced"
+MODEL, MODELS, OPTIMIZER, EXTRA, EXTRA_SHARDS = "model", "models", "optimizer", "extra", "sliced"
 
 
 @dataclass(frozen=True)

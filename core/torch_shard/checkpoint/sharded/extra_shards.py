@@ -17,7 +17,7 @@ from ...utils.patterns import without_wrappers
 
 __all__ = ["joined", "mapped", "split"]
 
-_MARK = "torch_shard.sliced"
+_KEY = "torch_shard.sliced"
 
 
 def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
@@ -26,15 +26,15 @@ def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
 
     def take(shards: ShardTensor) -> dict[str, int]:
         found[str(len(found))] = {without_wrappers(shards._spec.name): shards}
-        return {_MARK: len(found) - 1}
+        return {_KEY: len(found) - 1}
 
     return mapped(tree, take), found
 
 
 def joined(tree: Any, found: Mapping[str, Any]) -> Any:
     """Return the tree that :func:`split` was given, from the tree with marks and the values by number. Not collective."""
-    if isinstance(tree, Mapping) and list(tree) == [_MARK]:
-        return found[str(tree[_MARK])]
+    if isinstance(tree, Mapping) and list(tree) == [_KEY]:
+        return found[str(tree[_KEY])]
     return _rebuilt(tree, lambda value: joined(value, found)) if found else tree
 
 

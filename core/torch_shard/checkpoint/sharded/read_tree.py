@@ -14,7 +14,7 @@ import torch
 from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
 from .checkpoint_dir import Checkpoint
-from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
+from .entries import EXTRA, EXTRA_SHARDS, MODEL, MODELS, OPTIMIZER, Source, param_names, sources_of
 from .entry_tree import (
     SavedOptimizer,
     Stored,
@@ -44,7 +44,7 @@ class Contents:
         extra: the object beside them, or None.
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
-        sliced: by number, ShardTensors that were saved within `extra`; read as entries of `model` are.
+        extra_shards: by number, ShardTensors that were saved within `extra`; read as entries of `model` are.
         with_state: whether the optimizers' state was read.
     """
 
@@ -53,7 +53,7 @@ class Contents:
     extra: Any = None
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: Sequence[Source] = ()
-    sliced: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra_shards: dict[str, torch.Tensor] = field(default_factory=dict)
     with_state: bool = True
 
 
@@ -134,15 +134,15 @@ class _Reading:
                 for name, entries in own.state(known).items():
                     like = self.params.get(name)
                     wanted += [(leaf, None if path[-1] == "step" else like) for path, leaf in leaves(entries)]
-            sliced = self._sliced()
-            wanted += sliced.values()
+            extra_shards = self._extra_shards()
+            wanted += extra_shards.values()
             extra = self.tree.get(EXTRA)
             wanted += [(extra, None)] if isinstance(extra, StoredObject) else []
             known |= self._read(wanted)
         built = {model.source.path: model.state_dict(known) for model in self.models}
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(known, self.with_state) for own in self.optimizers]
-        of_number = {number: known[leaf.name] for number, (leaf, _) in sliced.items()}
+        of_number = {number: known[leaf.name] for number, (leaf, _) in extra_shards.items()}
         state = built.get((MODEL,), {})
         return Contents(state, states, known.get(EXTRA), further, self.sources, of_number, self.with_state)
 
@@ -152,9 +152,9 @@ class _Reading:
         objects = [leaf.name for leaf, _ in wanted if isinstance(leaf, StoredObject)]
         return {**self.checkpoint.read(tensors, objects, self.unpickle), **tensors}
 
-    def _sliced(self) -> dict[str, tuple[Stored | StoredObject, Any]]:
-        """Return the entries of :data:`SLICED` by number, with the live parameters that they are cut as, or None."""
-        found = self.tree.get(SLICED)
+    def _extra_shards(self) -> dict[str, tuple[Stored | StoredObject, Any]]:
+        """Return the entries of :data:`EXTRA_SHARDS` by number, with the live parameters that they are cut as, or None."""
+        found = self.tree.get(EXTRA_SHARDS)
         return {
             number: (leaf, self.params.get(unwrapped(name, self.params)))
             for number, own in (found if isinstance(found, dict) else {}).items()

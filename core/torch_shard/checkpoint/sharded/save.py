@@ -279,8 +279,8 @@ class _Save:
         results = [results for _, _, results, _ in parts]
         files[METADATA] = write_metadata(self.beside, metadata, results, self.save_id)
         # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
-        whole = tuple(dict.fromkeys(name for *_, names in parts for name in names))
-        write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": whole}))
+        unsharded = tuple(dict.fromkeys(name for *_, names in parts for name in names))
+        write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": unsharded}))
         commit(self.saving, self.target)
         # Whatever fails now is no reason to fail.
         discard(self.target, self.nonce)

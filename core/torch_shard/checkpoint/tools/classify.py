@@ -16,7 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
-from ..sharded.entries import EXTRA, MODELS, OPTIMIZER, SLICED
+from ..sharded.entries import EXTRA, EXTRA_SHARDS, MODELS, OPTIMIZER
 from ..sharded.entry_tree import (
     WRAPPERS,
     SavedOptimizer,
@@ -121,8 +121,8 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
         parts.lightning, parts.extra = True, tree
         return parts
     if EXTRA in tree:
-        sliced = tree.pop(SLICED, {})
-        by_number = {number: value for number, own in sliced.items() for value in own.values()}
+        extra_shards = tree.pop(EXTRA_SHARDS, {})
+        by_number = {number: value for number, own in extra_shards.items() for value in own.values()}
         parts.extra = joined(tree.pop(EXTRA), by_number)
         parts.lightning = isinstance(parts.extra, Mapping) and LIGHTNING in parts.extra
     parts.other = tree

@@ -133,16 +133,16 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
     """Verify that metadata and manifest list the same entries at the same places, and each element of a tensor once."""
     known, storage = checkpoint.metadata.state_dict_metadata, checkpoint.metadata.storage_data
-    said = {
+    listed = {
         (file, item.name, item.offsets, item.start, item.length)
         for file, record in manifest.files.items()
         for item in record.items
     }
-    there = {
+    stored = {
         (info.relative_path, index.fqn, _offsets(known.get(index.fqn), index), info.offset, info.length)
         for index, info in storage.items()
     }
-    for file, name, *_ in sorted(said ^ there, key=str):
+    for file, name, *_ in sorted(listed ^ stored, key=str):
         yield Problem(file, (name,), f"{MANIFEST} and {METADATA} disagree about {name}")
     for name, found in known.items():
         if isinstance(found, TensorStorageMetadata):
