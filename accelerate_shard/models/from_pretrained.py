@@ -128,7 +128,7 @@ def _entries(files: Sequence[str] | None) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
         opened = open_full(Path(file))
-        name, size, crc = next(iter(opened.marks().values()))
+        name, size, crc = next(iter(opened.checksums().values()))
         where = f"{name} of {size} bytes, checksum {crc:08x}"
         entries.update((key, Entry(values, f"{key} of {where}")) for key, values in opened.values.items())
     return entries

@@ -108,7 +108,7 @@ def _distribute(param: Any, entries: dict[str, Any], counters: frozenset[Any]) -
             and not is_counter(key, getattr(value, "shape", torch.Size()), counters)
         ):
             # State of any shape, as optimizers of full matrices keep it. Every rank has the full parameter, and so its state.
-            entries[key] = state_tree.mapped(value, lambda full: replicated_like(param, full))
+            entries[key] = state_tree.map_tensors(value, lambda full: replicated_like(param, full))
 
 
 def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:

@@ -48,14 +48,16 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     missing, unexpected = live.keys() - values.keys(), values.keys() - live.keys()
     problems = [text for name in live.keys() & values.keys() for text in _problem(name, values[name], live[name])]
     refuse_mismatches(file.path, sorted(missing), sorted(unexpected), sorted(problems))
-    marks = {place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.marks().items()}
+    checksums = {
+        place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.checksums().items()
+    }
     buffers = {id(b) for b in model.buffers()}
     for name, tensor in live.items():
         found = values[name]
         if id(tensor) in buffers:
             _set_buffer(model, name, found.to(tensor.dtype, copy=True))
         elif isinstance(tensor, nn.Parameter):  # of several names the last one counts, as in load_state_dict()
-            defer(tensor, Deferred(lambda found=found: found, f"{name} of {marks[file.file_of(name)]}"))  # type: ignore[misc]
+            defer(tensor, Deferred(lambda found=found: found, f"{name} of {checksums[file.file_of(name)]}"))  # type: ignore[misc]
 
 
 def _problem(name: str, found: object, live: object) -> Iterator[str]:

@@ -31,7 +31,7 @@ from .unshard import gathered as _gathered
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from .checkpoint.sharded.async_save import PendingSave
-    from .checkpoint.sharded.host_snapshot import Staging
+    from .checkpoint.sharded.host_snapshot import SnapshotMemory
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
     """
 
     _pending: PendingSave | None = None  # the last asynchronous save
-    _staging: Staging | None = None  # the host memory that such saves copy to
+    _staging: SnapshotMemory | None = None  # the host memory that such saves copy to
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)

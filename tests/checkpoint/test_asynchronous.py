@@ -23,7 +23,7 @@ from tests.support.marks import exhaustive
 from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.sharded import save as sharded_save
-from torch_shard.checkpoint.sharded.host_snapshot import Staging
+from torch_shard.checkpoint.sharded.host_snapshot import SnapshotMemory
 from torch_shard.errors import CheckpointError, MissingRankError, ShardError
 
 ROOT = Path(__file__).parents[2]
@@ -271,7 +271,7 @@ def test_a_program_that_ends_loses_nothing(kind, tmp_path):
 
 
 def test_memory_of_a_snapshot_is_used_again():
-    staging = Staging()
+    staging = SnapshotMemory()
     first = [torch.randn(1000), torch.randn(3, 5).t(), torch.tensor(2), torch.empty(0), torch.ones(7, dtype=torch.bool)]
     copies = staging.snapshot([*first, first[0]])
     same(copies, [*first, first[0]])

@@ -25,8 +25,7 @@ from ..offload.memory_limits import available as free_host_bytes
 from ..offload.memory_limits import formatted as format_bytes
 from ..optim.checks import refusal_of
 from ..optim.state_tree import copied as copy_tensors
-from ..optim.state_tree import mapped as map_tensors
-from ..optim.state_tree import tensors_of
+from ..optim.state_tree import map_tensors, tensors_of
 from ..plan.layer_selection import classes_named
 from ..runtime import barrier, registry
 from ..runtime.mixed_precision_hooks import cast, cast_outputs

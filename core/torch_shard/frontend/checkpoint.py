@@ -27,7 +27,7 @@ from ..checkpoint.sharded.entries import (
     param_names,
     sources_of,
 )
-from ..checkpoint.sharded.extra_shards import joined, mapped, split
+from ..checkpoint.sharded.extra_shards import joined, map_shards, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
 from ..engine import Engine
@@ -60,7 +60,7 @@ __all__ = [
     "load_contents",
     "load_optimizer_by_name",
     "make_durable",
-    "mapped",
+    "map_shards",
     "mismatches_by_name",
     "named_parameters_of",
     "open_full",

@@ -28,7 +28,7 @@ __all__ = [
     "StoredObject",
     "is_optimizer",
     "leaves",
-    "mapped",
+    "map_leaves",
     "model_at",
     "new_tensor",
     "on_meta",
@@ -150,14 +150,14 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
         yield path, tree
 
 
-def mapped(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
+def map_leaves(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
     """Return nested dicts, lists and tuples with other leaves, which `values` makes of the leaves or holds by their names."""
     if isinstance(tree, dict):
-        return {key: mapped(value, values) for key, value in tree.items()}
+        return {key: map_leaves(value, values) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [mapped(value, values) for value in tree]
+        return [map_leaves(value, values) for value in tree]
     if type(tree) is tuple:
-        return tuple(mapped(value, values) for value in tree)
+        return tuple(map_leaves(value, values) for value in tree)
     if tree is None:
         return None
     return values[tree.name] if isinstance(values, Mapping) else values(tree)
@@ -296,9 +296,9 @@ class SavedOptimizer:
             settings = {unwrapped(name, names): own for name, own in self.of_parameter.items()}
             for own in live:
                 held = [name for name in own if name in settings]
-                found.append({**mapped(settings[held[0]] if held else {}, known), "params": held})
+                found.append({**map_leaves(settings[held[0]] if held else {}, known), "params": held})
         for given in self.groups:
-            group = {"params": [], **mapped(given, known)}
+            group = {"params": [], **map_leaves(given, known)}
             params = [p if isinstance(p, int) else unwrapped(str(p), names) for p in group["params"]]
             found.append({**group, "params": params})
         numbered = SavedOptimizer(self.state, found).numbered

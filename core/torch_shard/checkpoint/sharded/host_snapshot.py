@@ -12,13 +12,13 @@ import torch
 
 from ...utils.tensor_memory import memory_key
 
-__all__ = ["Staging"]
+__all__ = ["SnapshotMemory"]
 
 _BLOCK = 64 << 20  # bytes of one allocation; a power of two, since torch rounds pinned ones up to that
 _ALIGNMENT = 64
 
 
-class Staging:
+class SnapshotMemory:
     """Memory that snapshots are copied to, one at a time. Not collective."""
 
     def __init__(self) -> None:

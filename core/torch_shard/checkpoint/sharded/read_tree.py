@@ -21,7 +21,7 @@ from .entry_tree import (
     StoredObject,
     is_optimizer,
     leaves,
-    mapped,
+    map_leaves,
     new_tensor,
     optimizer_at,
     tree_of,
@@ -187,7 +187,7 @@ class _Optimizer:
         result = self.saved.as_saved(self.names, known)
         if not with_state:
             return {**result, "state": {}}
-        result["state"] = mapped(result["state"], known)
+        result["state"] = map_leaves(result["state"], known)
         for group in result["param_groups"]:
             for p in group["params"]:  # the checkpoint decides: no state there is no state here
                 if not isinstance(p, int):

@@ -28,7 +28,7 @@ from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
 from .entry_tree import leaves
-from .host_snapshot import Staging
+from .host_snapshot import SnapshotMemory
 from .save_plan import SavePlanner, decide, propose
 from .writer import write_file, write_manifest, write_metadata
 
@@ -120,7 +120,7 @@ def _save(
             work.proposal = propose(runtime, what, work.planner, contents)
         barrier = heartbeat_barrier(runtime, f"{nonce}/parts", own_connection=asynchronous)
         if asynchronous:
-            staging = engine._staging = engine._staging or Staging()
+            staging = engine._staging = engine._staging or SnapshotMemory()
             each(runtime, what, lambda: work.stage(staging), nonce=f"{nonce}/stage")
             pending = engine._pending = _start(runtime, what, work, barrier)
         else:
@@ -189,7 +189,7 @@ class _Save:
                 "to a file system that all nodes mount at the same place. Nothing was saved."
             )
 
-    def stage(self, staging: Staging) -> None:
+    def stage(self, staging: SnapshotMemory) -> None:
         """Copy what this rank has proposed, and write the copy from now on."""
         data = [self.resolve(item) for item in self.proposal.items]
         copies = iter(staging.snapshot([value for value in data if isinstance(value, torch.Tensor)]))

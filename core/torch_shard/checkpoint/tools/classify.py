@@ -24,7 +24,7 @@ from ..sharded.entry_tree import (
     StoredObject,
     is_optimizer,
     leaves,
-    mapped,
+    map_leaves,
     optimizer_of,
 )
 from ..sharded.extra_shards import joined
@@ -88,7 +88,7 @@ class Parts:
                 return leaf
             return replace(leaf, dtype=dtype, place=(leaf.place, dtype), read=lambda: leaf.read().to(dtype))
 
-        self.model, self.models = mapped(self.model, converted), mapped(self.models, converted)
+        self.model, self.models = map_leaves(self.model, converted), map_leaves(self.models, converted)
 
 
 def parts_of(opened: Opened, model_only: bool = False) -> Parts:
@@ -139,7 +139,7 @@ def _read(parts: Parts, tree: Any) -> Any:
             parts.refused.append(str(error))
             return None
 
-    return mapped(tree, read)
+    return map_leaves(tree, read)
 
 
 def _model_key(tree: Mapping[Any, Any]) -> str | None:

@@ -27,7 +27,7 @@ from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
 from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
-from ..full.open_files import kind_of, open_full
+from ..full.open_files import format_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
 from ..sharded.entry_tree import leaves, tree_of
@@ -79,7 +79,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
         OSError: the checkpoint can't be read.
     """
     target = find(path)
-    if kind_of(target) != "sharded":
+    if format_of(target) != "sharded":
         return list(_full(target, progress))
     found: list[Problem] = []
     try:
@@ -117,7 +117,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
             name, lost, f"it has {size} bytes, and was written with {record.size}; {some(lost)} is not complete"
         )
     with contextlib.closing(file):
-        for (first, _), (last, _) in itertools.pairwise(record.marks):
+        for (first, _), (last, _) in itertools.pairwise(record.checksums):
             if last > size:
                 break
             try:
@@ -225,7 +225,7 @@ def _verify_archive(file: IO[bytes], progress: Callable[[int], object] = lambda 
 
 def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
     """Verify a torch file by its checksums, and safetensors by their headers, sizes and index."""
-    kind = kind_of(path)
+    kind = format_of(path)
     if kind == "torch":
         try:
             with open(path, "rb") as file:
