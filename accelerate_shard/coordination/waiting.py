@@ -29,8 +29,8 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
     Args:
         function: this rank's work.
         what: the operation, for messages.
-        seconds: how long to wait for the others.
-        key: must be equal on all ranks; a function is called with the result.
+        seconds: the time to wait for the others.
+        key: a value that must be equal on all ranks; a function is called with the result.
 
     Raises:
         Exception: this rank's own, or an error of its class that quotes another rank's (ShardError for classes of others).
@@ -66,8 +66,8 @@ def barrier(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """Return when all ranks are in `what`; without a sharded model, or where an engine has no say, at once. Collective.
 
     Args:
-        engines: those of the prepared models, the same on all ranks.
-        seconds: how long to wait for a rank at least: work of one rank alone may take so long.
+        engines: the engines of the prepared models, the same on all ranks.
+        seconds: the least time to wait for a rank, since the work of one rank alone may take so long.
 
     Raises:
         DivergenceError: another rank waits in another operation; names both, and their lines.

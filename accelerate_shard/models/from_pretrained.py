@@ -71,7 +71,7 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
         cls: a class of models of transformers, or one of its Auto classes.
         path: a folder, or the name of a repository, of which files may be in the cache. Weights must be safetensors. Every rank
             needs to see the same files, until the model is sharded.
-        args, kwargs: those of the class's own ``from_pretrained``.
+        args, kwargs: the arguments of the class's own ``from_pretrained``.
 
     Returns:
         What the class's own returns.

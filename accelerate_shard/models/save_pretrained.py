@@ -37,8 +37,8 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
     The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
 
     Args:
-        module: sharded, or a part of a sharded model, with a ``save_pretrained`` of its own.
-        stock: that method, with its arguments.
+        module: a sharded model, or a part of one, with a ``save_pretrained`` of its own.
+        stock: that method, bound to its arguments.
 
     Returns:
         What `stock` returns, on a rank that writes.

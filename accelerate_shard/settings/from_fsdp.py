@@ -45,10 +45,10 @@ class Key:
     """One setting of FSDP: what it is called in the plugin, in a YAML and in the environment.
 
     Attributes:
-        field: of ``FullyShardedDataParallelPlugin``.
-        yaml: in ``fsdp_config``; empty where neither a YAML nor the environment has it.
-        usual: for keys without a meaning here: the value that promises nothing, as the environment has it; others are named in
-            the warning. None for keys with a meaning.
+        field: the field of ``FullyShardedDataParallelPlugin``.
+        yaml: the key in ``fsdp_config``; empty where neither a YAML nor the environment has it.
+        usual: the value of a key without a meaning here that promises nothing, as the environment has it; other values are
+            named in the warning. None for keys with a meaning.
     """
 
     field: str

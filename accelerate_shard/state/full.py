@@ -191,7 +191,7 @@ class FullModel:
         self._load.compare()
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the model's state, and note that its parameters have changed."""
         self._load.load_model()
         parameters_loaded(self._engine)
 
@@ -226,7 +226,7 @@ class PlainModel:
             raise StateDictError(f"{self.path} does not fit, and nothing was loaded.\n  " + "\n  ".join(lines))
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the model's state."""
         self._model.load_state_dict(self._state, strict=False)
 
 
@@ -277,7 +277,7 @@ class FullOptimizer:
             raise StateDictError(f"{what}\n  " + "\n  ".join(lines + problems))
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the optimizer's state."""
         if self._engine is None:
             self.optimizer.load_state_dict(copy_tensors(self._given))
             return

@@ -118,7 +118,7 @@ def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:
     of the state, and replicas would silently differ.
 
     Args:
-        optimizer: which is hooked until state is loaded into it.
+        optimizer: the optimizer, which is hooked until state is loaded into it.
         rank: this rank, for the message.
         params: ids of the closed engine's parameters. Weak references would keep them from being sharded again.
     """

@@ -25,8 +25,8 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     For models of transformers use ``accelerate_shard.from_pretrained``, which knows their names, dtypes and ties.
 
     Args:
-        model: with its parameters on the meta device, ``with torch.device("meta"): model = MyModel()``. Values are converted to
-            the floating-point dtypes that they have here.
+        model: a model with its parameters on the meta device, ``with torch.device("meta"): model = MyModel()``. Values are
+            converted to the floating-point dtypes that they have here.
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json``, or a file of
             ``torch.save`` with a state dict; as for :meth:`Engine.load`.
 

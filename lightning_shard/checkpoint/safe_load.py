@@ -26,8 +26,8 @@ def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | Non
 
     Args:
         load: a function that reads it with the ``weights_only`` that it is given.
-        path: for messages.
-        weights_only: what the user asked for. None is the safe loader, which then also accepts the harmless classes of which
+        path: the file's path, for messages.
+        weights_only: the user's choice. None is the safe loader, which then also accepts the harmless classes of which
             hyper-parameters are made.
 
     Raises:

@@ -142,11 +142,11 @@ def read_folder(
     """Return a sharded checkpoint, of this package or of Lightning's other strategies, as the Trainer's dict. Collective.
 
     Args:
-        engine: of the model.
-        folder: of the checkpoint.
+        engine: the model's engine.
+        folder: the checkpoint's folder.
         with_state: True if the optimizers' state will be loaded, too.
         weights_only: see :func:`.safe_load.load_safely`.
-        version: of Lightning, for checkpoints that have none.
+        version: Lightning's version, for checkpoints that have none.
     """
     found, rest = read_parts(engine, folder, (), weights_only, named_state=with_state)
     checkpoint = {**rest, "state_dict": found.model}

@@ -29,9 +29,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
     """Trains under Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
-        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
+        config: the settings of sharding; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
             as in ``ShardFabricStrategy(strategy="shard_grad_op", prefetch=2)``.
-        accelerator: as for every strategy of Fabric; normally given by Fabric.
+        accelerator: the accelerator, which Fabric normally gives.
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.

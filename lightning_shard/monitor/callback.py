@@ -45,7 +45,7 @@ class MonitorMixin:
             at each logged step and optimizer.
         threshold: the share of a step that may be spent waiting for gathers and reductions; 1 turns the warning off.
         warm_up: the first steps of the run, which don't count for the warning.
-        patience: how many steps in a row must be above the threshold.
+        patience: the number of steps in a row that must be above the threshold.
         summary: print the line at the end of each epoch.
 
     Raises:

@@ -26,8 +26,8 @@ def fits_on_every_rank(
     """Return True if every rank can hold full parameters, optimizer state and averages. Collective.
 
     Args:
-        engine: of the model.
-        optimizers: those whose state is gathered too.
+        engine: the model's engine.
+        optimizers: the optimizers whose state is gathered, too.
         ranks_here: the number of ranks that share this node's memory.
         reduce: a function that sums a tensor over the ranks.
         averages: averages of the parameters.

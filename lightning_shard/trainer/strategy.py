@@ -45,9 +45,9 @@ class TrainerStrategyMixin(
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
-        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
+        config: the settings of sharding; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
             as in ``ShardStrategy(strategy="shard_grad_op", prefetch=2)``.
-        accelerator: as for every strategy of Lightning; normally given by the Trainer.
+        accelerator: the accelerator, which the Trainer normally gives.
         parallel_devices: likewise.
         cluster_environment: likewise.
         checkpoint_io: likewise.

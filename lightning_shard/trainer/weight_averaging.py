@@ -130,7 +130,7 @@ def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, devic
     Args:
         callbacks: all of the Trainer.
         module: the module that was copied, and is plain again.
-        private: of its namespace.
+        private: the private names of Lightning's namespace.
         device: the device over which shards are gathered.
     """
     for _, copy in copies(callbacks, private):

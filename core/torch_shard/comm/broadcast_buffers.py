@@ -47,7 +47,7 @@ def broadcast_coalesced(
         collectives: the collectives of the engine.
         tensors: the tensors to overwrite, in the same order on all ranks.
         what: the name of the operation, for error messages.
-        arrived: True if every rank is known to have come here already.
+        arrived: True if all ranks are known to have reached this call.
         within_data_parallel: take the values of the first rank of this rank's data-parallel group instead of rank 0's, see
             :mod:`torch_shard.layout.rank_topology`.
     """

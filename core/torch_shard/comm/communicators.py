@@ -37,7 +37,7 @@ def connect(
     Args:
         group: the process group over the engine's ranks; None for one rank alone without any process group.
         device: the device of this rank.
-        topology: how the ranks share the parameters.
+        topology: the division of the ranks into shard groups and replica groups.
         timeout: seconds that a rank waits for the others.
         single_communicator: True if gathers and reductions share a communicator.
         secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.

@@ -103,7 +103,7 @@ class Reduction:
                 c.reduce_channel.groups.abort(c.world_rank, ShardError(text))  # type: ignore[union-attr]
 
     def wait_for_own_part(self) -> None:
-        """Wait on the host until this rank's device has come to the reduction. The rest of the time is spent on the partners."""
+        """Block the host until this rank's device has reached the reduction. From then on only the partners are waited for."""
         if self.begun is None:
             return
         deadline = time.monotonic() + self.collectives.watchdog.timeout

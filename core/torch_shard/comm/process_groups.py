@@ -88,7 +88,7 @@ class ProcessGroups:
             be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.
-        streams: for CUDA devices, the streams for gathers and for reductions.
+        streams: the streams for gathers and for reductions, on a CUDA device.
         engine_order: the engines over these groups, with the backwards that are running in them.
     """
 

@@ -86,7 +86,7 @@ class QuantizedGradients:
 
         Args:
             grad: 1-D, in the full layout, divided by the number of ranks; zero where this rank has no gradient.
-            held: for each parameter, whether this rank has a gradient.
+            held: True for each parameter of which this rank has a gradient.
             dtype: the dtype of the sum.
             what: the name of the operation, for error messages.
             streams: the CUDA streams that have written to `grad`, beside the current one.

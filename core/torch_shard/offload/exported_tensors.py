@@ -47,7 +47,7 @@ class ExportedTensor:
         return not self._storage.expired()
 
     def forget(self) -> None:
-        """Drop the norms that were noted of the memory: nobody has the tensor any more, and no version shows an edit of it."""
+        """Drop the memory's cached norms: the user may have edited the tensor, and no version counter shows it."""
         flat = None if self._flat is None else self._flat()
         if flat is not None:
             flat.__dict__.pop("_norms", None)

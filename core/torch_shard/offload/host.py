@@ -92,7 +92,7 @@ class Host:
         """Return memory for all shards, by id of their layouts; reserve what gradients arrive in. Not collective.
 
         Args:
-            groups: for each unit the groups of parameters that are flattened together, with their layouts.
+            groups: the groups of parameters that are flattened together, with their layouts, by unit.
             names: the units' names.
 
         Raises:
@@ -157,7 +157,7 @@ class Host:
         Hazard: the stream that the memory belongs to would use it again while the copy still reads it.
 
         Args:
-            event: behind the copy.
+            event: the event recorded behind the copy.
             values: the memory.
             unit: number of the unit whose gradients they are.
             flat: identifies the unit's flat buffer.
@@ -182,7 +182,7 @@ class Host:
                     if self._turn - first.turn < units:
                         return
                     for stream in first.streams:
-                        # Whatever uses the memory next is given to the stream behind this wait.
+                        # Later work on these streams may reuse the memory, so each stream waits for the copy.
                         stream.wait_event(first.event)
                 self._leaving.popleft()
 

@@ -69,7 +69,7 @@ class HostGradients:
 
         Args:
             result: 1-D, on the device, in `dtype` or a narrower one. Nobody else uses it any more.
-            dtype: of ``.grad``.
+            dtype: the dtype of ``.grad``.
             factor: the values are multiplied with it in host memory, where `result` is narrower.
             streams: CUDA: streams that the memory of `result` may belong to, beside the current one.
         """
@@ -208,7 +208,7 @@ class HostGradients:
 
         Args:
             base: the gradients, in host memory.
-            factor: on the device.
+            factor: the factor, on the device.
             gaps: ranges of padding in `base`.
             grads: the sharded tensors over `base`.
         """

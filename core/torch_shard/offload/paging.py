@@ -41,7 +41,7 @@ def fetch(address: int, nbytes: int, *, go_on: Callable[[], bool]) -> None:
     The pages will be written out then, changed or not.
 
     Args:
-        address: where the mapping begins.
+        address: the address of the mapping's first byte.
         nbytes: the length of the mapping.
         go_on: is asked now and then; False ends the reading.
 

@@ -32,7 +32,7 @@ class Copying:
     """A copy between host memory and a GPU, until a CUDA event. Its interface is that of a :class:`~.host_thread.Task`.
 
     Attributes:
-        event: behind the copy.
+        event: the event recorded behind the copy.
         writes: True if the copy goes to host memory.
     """
 
@@ -56,7 +56,7 @@ class PendingWrites:
     """The background work on one flat buffer's host memory, and the tensors that wait for it.
 
     Attributes:
-        ended: how many plain tensors over the memory were handed out and are gone by now.
+        ended: the number of plain tensors over the memory that were handed out and are gone by now.
     """
 
     def __init__(self, host: Host) -> None:

@@ -46,7 +46,7 @@ def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device)
         numel: number of elements; with 0 nothing is page-locked.
         dtype: any with whole bytes.
         pin: page-lock the memory. Without effect where :func:`can_pin` is false.
-        device: that the memory is to be copied to and from.
+        device: the device that the memory is copied to and from.
 
     Raises:
         HostMemoryError: the system gives no more memory.

@@ -27,15 +27,15 @@ class PredictedBytes:
         parameters: the rank's shards of the parameters, in the dtypes in which they are stored.
         gradients: the rank's shards of the gradients.
         optimizer: the rank's shards of the optimizer state.
-        residual: what error feedback keeps of quantized gradients, see :class:`torch_shard.Quantized`.
-        gathered_peak: the units that are gathered at one time, at most, while a step runs.
+        residual: the residuals that error feedback keeps of quantized gradients, see :class:`torch_shard.Quantized`.
+        gathered_peak: the most bytes of units that are gathered at one time while a step runs.
         gradient_peak: full gradients, reductions in flight, and copies on their way to the host, at most, while a step runs.
             (Over Gloo fewer reductions are in flight than on a GPU, for which this is.)
-        device: what lies on the device between steps.
-        host: what lies in host memory between steps, with offload: also the copies of parameters that cross to the device, and
-            buffers in which gradients arrive. Over Gloo these buffers are not needed where parameters are sharded.
-        host_peak: what lies in host memory at most, which is while gradients are accumulated over several backwards.
-        disk: what of the parameters and the optimizer state lies on disk.
+        device: the bytes on the device between steps.
+        host: the bytes in host memory between steps, with offload. These include the copies of parameters that cross to the
+            device, and buffers in which gradients arrive. Over Gloo these buffers are not needed where parameters are sharded.
+        host_peak: the most bytes in host memory, which is while gradients are accumulated over several backwards.
+        disk: the bytes of parameters and optimizer state on disk.
         unsharded_total: parameters, gradients and optimizer state without sharding, as DDP has them.
     """
 

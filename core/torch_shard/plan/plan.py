@@ -155,7 +155,7 @@ class Plan:
         world_size: the number of ranks that share the parameters.
         ignored: the full names of parameters that are not sharded, in registration order.
         buffers: all buffers of the model, in registration order, each object once.
-        strategy, prefetch, offload: as in ``ShardConfig``; used for the predicted bytes only.
+        strategy, prefetch, offload: the settings of ``ShardConfig``; used for the predicted bytes only.
     """
 
     units: tuple[UnitPlan, ...]

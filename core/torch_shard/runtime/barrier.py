@@ -10,12 +10,12 @@ __all__ = ["wait_for_all"]
 
 
 def wait_for_all(runtime: Runtime, seconds: float, what: str) -> None:
-    """Wait until all ranks have come to `what`. Collective.
+    """Wait until all ranks have reached `what`. Collective.
 
     Inside a forward or a backward, where the ranks don't compare what they do, this returns at once.
 
     Args:
-        runtime: of the engine whose ranks are meant.
+        runtime: the runtime of the engine whose ranks wait.
         seconds: the least time to wait for a rank, since the work of one rank alone may take so long.
         what: the operation, for messages.
 

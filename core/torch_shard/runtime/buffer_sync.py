@@ -16,7 +16,8 @@ class BufferSync:
 
     def __init__(self, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
-        # As under DDP, before the first forward and before each forward after one whose backward reduces.
+        # True if the next training forward must broadcast: the first one, and each after a forward whose backward reduces, as
+        # under DDP.
         self.due = True
 
     def synchronise(self, root: nn.Module) -> None:

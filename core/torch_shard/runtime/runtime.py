@@ -62,8 +62,8 @@ class Runtime:
         self.buffers: BufferSync | None = None
         channel = collectives.gather_channel
         self.engine_order = channel.groups.engine_order if channel is not None else None
-        # Of this rank, to be compared with the other ranks'. Its `number` is this engine's among those over the same groups, 0
-        # for a copy that has not run yet.
+        # This rank's sequence of operations, which the ranks compare. Its `number` identifies the engine among those over the
+        # same groups; it is 0 for a deep copy before its first forward.
         self.operations = OperationSequence(collectives, self.engine_order)
         self.require_sync = True
         self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)

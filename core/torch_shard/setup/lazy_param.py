@@ -73,7 +73,7 @@ class Waiting(torch.Tensor):
                 return _assign(source, args[1])
             # Unlike torch's own `.data`, a detached tensor shares the version counter.
             result = source.detach() if source is not None and func == _GET_DATA else func(*args, **(kwargs or {}))
-            # transformers pads the bias of a tied head by nothing, as a rule.
+            # transformers calls pad() on a tied head's bias, nearly always with zero elements.
             same = func in _SAME_VALUES or (func is nn.functional.pad and not any((*args, *(kwargs or {}).values())[1]))
             return _waiting_too(source, result) if source is not None and same else result
 

@@ -33,7 +33,7 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
 
     Args:
         tensors: the tensors, the same on all ranks.
-        what: for messages.
+        what: the operation, for messages.
 
     Raises:
         DivergenceError: another rank gathers something else; found on the CPU only.

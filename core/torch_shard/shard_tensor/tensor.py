@@ -38,7 +38,7 @@ class ShardTensor(torch.Tensor):
         local: 1-D tensor of ``spec.length`` elements, memory order; kept, not copied.
         spec: the parameter, and this rank's range of it.
         unit: the unit of a parameter, kept by weak reference. None for gradients, optimizer state and results.
-        requires_grad: as for any tensor.
+        requires_grad: True if the tensor records gradients.
     """
 
     _shard_state: ShardState

@@ -124,7 +124,7 @@ OTHER = "other_state"
 
 @dataclass(frozen=True)
 class StateBatch:
-    """One kind of state of the parameters of a flat buffer, which is gathered together.
+    """The entries of one key for all parameters of a flat buffer, gathered in one collective.
 
     Attributes:
         flat: the flat buffer.
@@ -301,7 +301,7 @@ def by_number(
         optimizer: the optimizer whose parameters, groups and state these are.
         names: the parameters' names, by id.
         state_dict: state by name.
-        elsewhere: by the id of each parameter whose full state is at one rank, True if that is another rank.
+        elsewhere: the ids of parameters whose full state is at one rank, with True if that is another rank.
         in_place: copy shards into the optimizer's own state if it has any; its old values are lost.
     """
     elsewhere = elsewhere or {}
@@ -328,7 +328,7 @@ def load_by_name(
     """Load full state by name, which fits; this rank keeps its shards of it. Not collective; call it on all ranks.
 
     Args:
-        runtime, optimizer, names, state_dict: as for :func:`by_number`.
+        runtime, optimizer, names, state_dict: the arguments of :func:`by_number`, and the engine's runtime.
         change: a function that is called with the state by number, to change it before it is loaded.
 
     Raises:
@@ -364,7 +364,7 @@ def groups_by_number(
 def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any], into: Any = None) -> Any:
     """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits, or the entry if it has none.
 
-    `counters` is what :func:`~..optim.registry.counters_in` finds in the whole state, here and below.
+    `counters` is what :func:`~..optim.registry.counters_in` finds in the full state, here and below.
     """
     if not isinstance(value, torch.Tensor):
         return state_tree.local(value) if isinstance(param, ShardTensor) else value

@@ -51,11 +51,11 @@ class FlatBuffer:
         """Make the buffers over `shard`. Until :meth:`compute_in_its_dtype` modules compute in ``dtypes.stored``.
 
         Args:
-            layout: where each parameter lies; under tensor parallelism, this rank's part of each parameter.
-            dtypes: of storage, computation and gradients.
+            layout: the place of each parameter, or of this rank's part of it under tensor parallelism.
+            dtypes: the dtypes of storage, computation and gradients.
             shard: this rank's slot, 1-D, of ``dtypes.stored``.
-            unit: to which the buffers belong.
-            placed: how DTensor has distributed each parameter; empty where none is a DTensor.
+            unit: the unit that the buffers belong to.
+            placed: the distribution of each parameter by DTensor; empty where none is a DTensor.
         """
         self.layout, self.dtypes, self.collectives = layout, dtypes, unit.collectives
         self.memory = shard  # may still be written to in the background; see `shard`
@@ -116,9 +116,9 @@ class FlatBuffer:
         self.compute, self.quantizer = compute, quantizer
         self.casts = compute != self.dtype
         self.exact = not self.casts and quantizer is None  # modules compute with the stored values
-        # What this rank's slot of the full buffer held after the unshard, unless that is the shard, cast:
-        self._sent: torch.Tensor | None = None  # ... quantized, as it was sent
-        self._edited: torch.Tensor | None = None  # ... as a forward's edits have left it
+        # After an unshard this rank's slot of the full buffer holds the shard, cast. If it holds other values, these keep them:
+        self._sent: torch.Tensor | None = None  # the quantized values that were sent
+        self._edited: torch.Tensor | None = None  # the values that a forward's edits have left
         # The unsharded parameters have memory of their own.
         self.gathers = self.sharded or self.casts or self.host is not None
         self.nbytes = self.layout.numel * compute.itemsize

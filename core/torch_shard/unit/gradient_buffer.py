@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook
     from ..offload.host_gradients import HostGradients
 
-# What a rank knows of a parameter's gradient at the end of a backward; 0 means that nobody asked for it.
+# What a rank knows of a gradient at the end of a backward: 0 (not expected), EXPECTED or ARRIVED.
 EXPECTED, ARRIVED = 1, 2
 
 
@@ -52,7 +52,7 @@ class GradientBuffer:
         self.expected = [False] * n  # the running backward may bring its gradient
         self.arrived = [False] * n  # the running backward has brought its gradient
         self.unreduced = [False] * n  # its slot of `flat` has a gradient that is not reduced yet
-        self.deferred = [False] * n  # ... and had one when the running backward began
+        self.deferred = [False] * n  # its slot had an unreduced gradient when the running backward began
         self.missing = 0  # how many are expected and have not arrived
         self.flat: torch.Tensor | None = None  # this rank's gradients in the full layout; None before the first arrives
         self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
@@ -244,7 +244,7 @@ class GradientBuffer:
 
         Args:
             result: the reduced shard.
-            factor: what the result has to be multiplied with, in the dtype of `.grad`.
+            factor: the factor of the result, to be multiplied in the dtype of `.grad`.
             streams: CUDA streams to which the memory of `result` may belong.
         """
         host = self.host

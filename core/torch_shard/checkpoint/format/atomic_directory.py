@@ -60,7 +60,7 @@ class Saving:
         """Make a directory beside `target`, and its parents; remove what dead saves to the same target have left.
 
         Args:
-            target: where the checkpoint will be.
+            target: the path that the checkpoint will have.
             nonce: sixteen hexadecimal digits, never used before.
             refuse: raises if what is at the target must not be replaced; by default if it is no checkpoint.
             siblings: names of checkpoints in the same directory that nobody else writes; see :func:`tidy`.

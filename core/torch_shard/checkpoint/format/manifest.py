@@ -49,10 +49,10 @@ class ItemRecord:
     """One entry of a file.
 
     Attributes:
-        name: of the tensor or object, as DCP knows it.
-        offsets: where the part lies in the tensor; None for an object.
+        name: the name of the tensor or object, as DCP knows it.
+        offsets: the part's place in the tensor; None for an object.
         start, length: its bytes in the file.
-        values: where the values begin, for a tensor.
+        values: the position of a tensor's first value.
     """
 
     name: str
@@ -64,10 +64,10 @@ class ItemRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file.
+    """The record of one file.
 
     Attributes:
-        size, crc32: of the whole file.
+        size, crc32: the size and checksum of the file.
         checksums: positions, with the running CRC-32 up to each. The last position is the end.
         items: the entries in the file.
         sums: the faster checksum of each block between two positions, None for a small block; empty if there are none.

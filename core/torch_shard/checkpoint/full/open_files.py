@@ -41,7 +41,7 @@ class FullFile:
         values: the file's contents: for safetensors a dict of tensors by name, for a torch file whatever was saved. Tensors are
             mapped; changing one does not change the file.
         files: all files of the checkpoint, the index included.
-        tied: for safetensors, names that are not stored, with the names of the tensors that they stand for.
+        tied: the names that a safetensors file does not store, with the names of the tensors that they stand for.
     """
 
     path: Path

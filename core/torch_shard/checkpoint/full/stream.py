@@ -87,7 +87,7 @@ class OptimizerStream:
     """An optimizer's state by number, as ``optimizer.state_dict()`` of an unsharded model has it, to be gathered piece by piece.
 
     Attributes:
-        structure: on rank 0, after :meth:`describe`, the state dict with a slot for each tensor that is gathered.
+        structure: the state dict with a slot for each tensor that is gathered; set by :meth:`describe`, on rank 0.
         key: an object that is equal on ranks that gather the same.
     """
 

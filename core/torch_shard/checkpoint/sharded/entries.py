@@ -49,8 +49,8 @@ class Source:
     """One sharded model of a checkpoint.
 
     Attributes:
-        path: where its entries are, ``("model",)`` or ``("models", name)``.
-        prefix: before its parameters' names in optimizer state, "" for the first model.
+        path: the place of the model's entries, ``("model",)`` or ``("models", name)``.
+        prefix: the text before the model's parameter names in optimizer state, "" for the first model.
         model, runtime: the sharded module and its runtime.
     """
 

@@ -33,7 +33,7 @@ class SnapshotMemory:
         """Return copies on the CPU, row-major, valid until the next call. The same memory given twice is copied once.
 
         Args:
-            tensors: of any dtype, shape and device.
+            tensors: tensors of any dtype, shape and device.
         """
         pinned = any(tensor.is_cuda for tensor in tensors)
         kept, self._blocks, end = self._blocks, [], 0

@@ -39,13 +39,13 @@ class Contents:
     Attributes:
         model: the state dict, of ShardTensors with this rank's shards where the live model has one of that name and shape, and
             else of full plain tensors on the CPU.
-        optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
-            ShardTensors likewise; numbers for names if the checkpoint has numbers.
-        extra: the object beside them, or None.
+        optimizers: a dict for each saved optimizer: ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``,
+            with ShardTensors likewise. If the checkpoint has numbers, these take the place of names.
+        extra: the object that was saved beside the models and optimizers, or None.
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
-        extra_shards: by number, ShardTensors that were saved within `extra`; read as entries of `model` are.
-        with_state: whether the optimizers' state was read.
+        extra_shards: the ShardTensors that were saved within `extra`, by number; they are read as entries of `model` are.
+        with_state: True if the optimizers' state was read.
     """
 
     model: dict[str, Any]
@@ -71,14 +71,14 @@ def read_contents(
     Each rank reads its own shards, verified by their checksums where the checkpoint has them.
 
     Args:
-        engine: of the model that tells which shards are this rank's.
-        path: of the directory.
+        engine: the engine whose model tells which shards are this rank's.
+        path: the checkpoint's directory.
         optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
             their groups are returned.
         named_state: without any, read the state, too, where all of it is saved by parameters' names.
         models: engines by the names that they may have among the checkpoint's further models; the one of them that has none there
             is the first model. None: `engine` is that, and there are no others.
-        unpickle: from a name and bytes to the object; by default torch's loader that runs no code.
+        unpickle: a function from a name and bytes to the object; by default torch's loader that runs no code.
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.

@@ -72,11 +72,11 @@ def save_contents(
     """Write a checkpoint of given contents, as :func:`save` does. Collective; for front ends.
 
     Args:
-        engine: its ranks write.
+        engine: the engine whose ranks write.
         sources: the models that the manifest describes, the engine's by default.
-        path, keep, asynchronous: as for :meth:`torch_shard.Engine.save`.
-        contents: by :mod:`.entries`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
-            rank 0.
+        path, keep, asynchronous: the arguments of :meth:`torch_shard.Engine.save`.
+        contents: tensors, ShardTensors and objects by the names of :mod:`.entries`, the same on all ranks. Rank 0's ``extra``
+            is saved.
     """
 
     def prepare() -> tuple[list[Source], dict[str, Any]]:
@@ -204,7 +204,7 @@ class _Save:
         """Write all parts and put them together; return what went wrong on any rank. Collective, through the store alone.
 
         Args:
-            barrier: of the ranks, on which this rank's heartbeat is sent; None if there is one rank.
+            barrier: the barrier of the ranks, on which this rank's heartbeat is sent; None if there is one rank.
         """
         try:
             problem = self._lead(barrier) if barrier is None or barrier.rank == 0 else self._follow(barrier)
@@ -278,11 +278,11 @@ class _Save:
         files = {name: record for name, record, _, _ in parts if record is not None}
         results = [results for _, _, results, _ in parts]
         files[METADATA] = write_metadata(self.beside, metadata, results, self.save_id)
-        # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
+        # Ranks need not have the same state: of optimizers that step on full matrices each has that of some parameters.
         unsharded = tuple(dict.fromkeys(name for *_, names in parts for name in names))
         write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": unsharded}))
         commit(self.saving, self.target)
-        # Whatever fails now is no reason to fail.
+        # The new checkpoint is in place: a failure to delete an older one is only logged.
         discard(self.target, self.nonce)
         if self.keep is not None:
             try:

@@ -58,8 +58,8 @@ class Runs:
     Attributes:
         flats: the flat buffers.
         params: the parameters, in the order of the buffers.
-        shard_of: for each parameter the number of its flat buffer.
-        specs, ranges: for each parameter its spec, and the range of its elements in the shard.
+        shard_of: the number of each parameter's flat buffer.
+        specs, ranges: each parameter's spec, and the range of its elements in the shard.
         pieces: the optimizer's parameters.
         stepped, stepped_flats: the parameters with a gradient, and their buffers.
         counters: the counters in the parameters' state.
@@ -70,11 +70,13 @@ class Runs:
     def __init__(
         self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
     ) -> None:
-        """Args:
-        listed: the group's parameters in the user's order.
-        found: the sharded ones by flat buffer.
-        attributes: True if the optimizer may look at Python attributes that the user has given to parameters. Parameters that
-            have some are stepped by themselves.
+        """Make the runs of one group.
+
+        Args:
+            listed: the group's parameters in the user's order.
+            found: the sharded parameters by flat buffer.
+            attributes: True if the optimizer may look at Python attributes that the user has given to parameters. Parameters
+                that have some are stepped by themselves.
         """
         self._attributes = attributes
         self.flats = [flat for flat, _ in found]

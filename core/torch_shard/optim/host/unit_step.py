@@ -46,7 +46,7 @@ class HostUnits:
     """The steps of one optimizer, whose ``step`` is a function of torch's own, on flat buffers in host memory.
 
     Attributes:
-        function: that function, without hooks.
+        function: torch's step function, without its hooks.
     """
 
     def __init__(self, optimizer: Any) -> None:

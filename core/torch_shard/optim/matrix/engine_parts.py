@@ -32,7 +32,7 @@ class EngineParts:
     """The division of one optimizer's steps on one engine's parameters."""
 
     def __init__(self, optimizer: Any, runtime: Runtime, last: bool) -> None:
-        """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped in this one."""
+        """Divide the steps. `last`: no other engine's part follows, so this part also steps parameters that no engine has."""
         self._optimizer: Any = weakref.ref(optimizer)
         self.runtime, self._last = runtime, last
         self._name = type(optimizer).__name__
@@ -48,7 +48,7 @@ class EngineParts:
         self._entries: dict[int, Any] | None = {}
         self._counts: set[str] = set()  # the options in which steps have counted on this rank
         self._spares = Spares(runtime.collectives.device)
-        # A class of no kind calls a step of torch's: see `_refuse_own_state`.
+        # True for an undeclared subclass, which calls a torch class's step by super(): see `_refuse_own_state`.
         self._within = kind_of(type(optimizer)) is None
 
     # -- before the arithmetic ------------------------------------------------------------------------------------

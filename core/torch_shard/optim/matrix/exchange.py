@@ -122,7 +122,7 @@ class FullParam:
     __slots__ = ("entry", "memory", "value")
 
     def __init__(self, entry: OwnedParam, memory: torch.Tensor, grad: torch.Tensor) -> None:
-        """`memory` and `grad` are 1-D, with all elements. With stochastic rounding the optimizer gets copies in fp32."""
+        """Take `memory` and `grad`, 1-D, with all elements. With stochastic rounding the optimizer gets copies in fp32."""
         self.entry = entry
         if entry.flat.rounding is not None:
             memory, grad = memory.to(EXACT), grad.to(EXACT)
@@ -161,7 +161,7 @@ class Part:
         ranks = range(collectives.size)
         self._to = [[e for e in ordered if e.owner == rank and rank != me and e.length(me)] for rank in ranks]
         self._from = [[e for e in ordered if e.owner == me and rank != me and e.length(rank)] for rank in ranks]
-        # Bytes to and from each rank, with values and gradients on the way to the owners, and values and a mark on the way back.
+        # Bytes to and from each rank, with values and gradients on the way to the owners, and values and a flag on the way back.
         held_here = [_bytes(to, me) for to in self._to]
         held_there = [_bytes(own, rank) for rank, own in enumerate(self._from)]
         self._sizes_to, self._sizes_from = ([_padded(2 * n) for n in sizes] for sizes in (held_here, held_there))

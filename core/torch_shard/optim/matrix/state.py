@@ -50,7 +50,7 @@ def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
 
 
 def all_gather_bytes(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
-    """Return each rank's numbers, by rank. They are below 256, and as many on every rank. Collective."""
+    """Return `mine` of every rank, by rank: numbers below 256, as many on every rank. Collective."""
     c = runtime.collectives
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
     table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
@@ -93,7 +93,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
 def owned_elsewhere(
     runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]
 ) -> dict[int, bool]:
-    """Return, by id of the parameters whose state is full at their owners, whether the owner is another rank than this.
+    """Return a dict from the id of each parameter whose full state lies at an owner to True if another rank owns it.
 
     Parameters without an owner get one.
 
@@ -271,7 +271,7 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
     """Describe the state of parameters for which only some ranks have entries. Collective.
 
     Args:
-        runtime, state, count, what: as for :func:`collect`.
+        runtime, state, count, what: the arguments of :func:`collect`.
 
     Returns:
         On all ranks, by number: the first rank that has entries, and these with a :class:`~..state_tree.Sent` for each tensor.
