@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
+# Held while `weights_from` has replaced a method of transformers, which is the process's, so that threads take turns.
 _loading = threading.RLock()
 
 

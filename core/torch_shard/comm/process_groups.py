@@ -262,6 +262,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float, settings: 
     return found, len(set(digests)) == 1
 
 
+# By global ranks: the groups that `group_over` has made. Making one is collective, so each is shared while it is in use.
 _made_over: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
 

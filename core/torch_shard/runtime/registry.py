@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["engine_for", "engine_holding", "engine_of", "forget", "note", "note_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_torch_shard_engine"
+# The engine of each runtime; neither is kept alive.
 _ENGINES: weakref.WeakKeyDictionary[Runtime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 

@@ -128,7 +128,7 @@ class OptimizerLoad:
 
         Call it on all ranks, after they agreed.
         """
-        self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
+        self.elsewhere = matrix_state.owned_elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         manifest = self.checkpoint.manifest
         unsharded = frozenset(() if manifest is None else manifest.whole)
         params = params_of(self.optimizer)
