@@ -55,7 +55,7 @@ def join(
 
     Raises:
         ConfigError: on all ranks, inside, from the first forward over a dataloader whose lengths differ, of a model that was in
-            training mode here; on a rank without a batch at the end. Other dataloaders are as elsewhere.
+            training mode here; on a rank without a batch at the end. Other dataloaders behave as without this.
     """
     uneven = _uneven(dataloaders) if models else []
     if not uneven:

@@ -63,7 +63,7 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
 
 
 def barrier(engines: Iterable[Engine], seconds: float, what: str) -> None:
-    """Return when all ranks are in `what`; without a sharded model, or where an engine has no say, at once. Collective.
+    """Return when all ranks are in `what`; at once without a sharded model, or where engines don't compare. Collective.
 
     Args:
         engines: the engines of the prepared models, the same on all ranks.

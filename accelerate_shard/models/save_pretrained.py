@@ -95,7 +95,7 @@ class _Call:
             )
 
     def write(self, module: nn.Module, found: dict[str, Any]) -> Any:
-        """Have the library write the tensors of `found`. Not collective."""
+        """Make the library write the tensors of `found`. Not collective."""
         if self.takes_state:
             return self.stock(*self.positional, **self.arguments, state_dict=found)
         # A library that calls module.state_dict() itself.

@@ -15,7 +15,7 @@ __all__ = ["from_files"]
 
 
 def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Have :func:`shard` fill a model that is on the meta device from a full checkpoint. Not collective.
+    """Make :func:`shard` fill a model that is on the meta device from a full checkpoint. Not collective.
 
     Each rank then reads its shards of the parameters and nothing else, so that no rank's memory ever holds more of the model
     than that. Buffers that the checkpoint has are read now. Those that it does not have (non-persistent ones) stay as they are;

@@ -137,7 +137,7 @@ class Engine:
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:
-        """Have the backward inside reduce gradients, and what was accumulated, though its forward ran under :meth:`no_sync`.
+        """Make the backward inside reduce gradients, and what was accumulated, though its forward ran under :meth:`no_sync`.
 
         For several forwards with a backward each afterwards. Not collective, but all ranks must use it alike.
         """
@@ -150,7 +150,7 @@ class Engine:
             runtime.require_sync, runtime.forward_sync = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` reduce gradients in place of the engine, from the next backward on. Collective.
+        """Make `hook` reduce gradients in place of the engine, from the next backward on. Collective.
 
         The signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a
         GPU). The hook is called during backward with each unit's gradients, once for each dtype in the unit, in one order on
@@ -222,7 +222,7 @@ class Engine:
 
     # -- optimizers ---------------------------------------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:
-        """Have the engine see the steps of an optimizer that torch's step hooks don't see. Not collective.
+        """Make the engine see the steps of an optimizer that torch's step hooks don't see. Not collective.
 
         Those hooks see every ``torch.optim.Optimizer`` whose ``__init__`` has run. Only an optimizer that skips it, or is of
         another class altogether, needs this call, which replaces the object's ``step``.
@@ -237,7 +237,7 @@ class Engine:
         self._watch.attach(optimizer)
 
     def step_in_backward(self, optimizer: Any) -> None:
-        """Have `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
+        """Make `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
 
         Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step,
         with the learning rates of that moment. ``optimizer.step()`` may stay where it is: it finds gradients only of
@@ -274,7 +274,7 @@ class Engine:
         device: torch.device | str | None = None,
         grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Have the modules hold full, plain parameters inside. Collective, on entering and on leaving.
+        """Make the modules hold full, plain parameters inside. Collective, on entering and on leaving.
 
         A forward and backward inside reduce gradients as usual if all ranks have the values on the mesh's device (no `ranks`,
         `device` or `grads`) and the units compute in the dtype that they are stored in. Under ``ShardConfig.precision`` the

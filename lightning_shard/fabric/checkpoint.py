@@ -46,7 +46,7 @@ class FabricCheckpointMixin(SavingMixin):
 
     @contextlib.contextmanager
     def _coordinated_by(self, objects: Iterable[Any]) -> Iterator[None]:
-        """Have the ranks coordinate through the engine of the first sharded module among `objects`, if there is one."""
+        """Make the ranks coordinate through the engine of the first sharded module among `objects`, if there is one."""
         engines = [engine_of(inner(obj)) for obj in objects if isinstance(obj, nn.Module)]
         self._coordinator = next((engine for engine in engines if engine is not None), None)
         try:

@@ -83,8 +83,8 @@ class ProcessGroups:
         made: the process groups, by the name of their channel.
         topologies: the topologies of the engines so far, in the same order on all ranks.
         issued: the number of collectives that this rank has issued, by channel, of all engines.
-        in_flight: the latest collective that nobody has waited for, by channel.
-        buffers: the collectives that nobody has waited for, with the buffers that each may still read or write: an engine may
+        in_flight: the latest collective that has not been waited for, by channel.
+        buffers: the collectives that have not been waited for, with the buffers that each may still read or write: an engine may
             be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.

@@ -136,7 +136,7 @@ class QuantizedGradients:
             return
         if self.residual is None:
             self.residual = torch.zeros(grad.numel(), dtype=self._residual_dtype, device=grad.device)
-        # For a parameter without a gradient on this rank, perhaps no rank has one, and then nobody uses the payload. Its
+        # For a parameter without a gradient on this rank, perhaps no rank has one, and then the payload is not used. Its
         # residual is therefore kept for a later reduction.
         views = [slot_view(self.residual, s) for s, has in zip(self.layout.slots, held, strict=True) if not has]
         waiting = [(view, view.clone()) for view in views]

@@ -108,7 +108,7 @@ def broadcast_tensors(engine: Engine, tensors: list[torch.Tensor], what: str) ->
 
 @contextlib.contextmanager
 def in_batch(engine: Engine, batch: str) -> Iterator[None]:
-    """Have the ranks compare the description `batch` in each forward inside, beside what they compare anyway. Not collective.
+    """Make the ranks compare the description `batch` in each forward inside, beside what they compare anyway. Not collective.
 
     Where the descriptions differ, the ranks raise a DivergenceError that quotes both.
     """

@@ -1,7 +1,7 @@
 """Tensors on disk: read ahead of their use, and written behind it.
 
-Each tensor is a file of its own, mapped into memory and shared with the page cache. So a tensor is always exact, whoever reads it
-and whenever: what is not in memory comes from the disk when it is touched. Reading ahead and writing behind change only when the
+Each tensor is a file of its own, mapped into memory and shared with the page cache. So a tensor is exact for every reader at
+any time: what is not in memory comes from the disk when it is touched. Reading ahead and writing behind change only when the
 disk is waited for, and how much memory is in use::
 
     unit             1          2          3          4

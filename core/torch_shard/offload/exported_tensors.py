@@ -19,7 +19,7 @@ _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 
 
 class ExportedTensor:
-    """One exported tensor, as long as somebody has it."""
+    """One exported tensor, as long as the user holds it."""
 
     __slots__ = ("_storage", "_flat")
 
@@ -43,7 +43,7 @@ class ExportedTensor:
         return ExportedTensor(result, flat), result
 
     def is_held(self) -> bool:
-        """Return True if somebody has the tensor, or anything made from it."""
+        """Return True if the user holds the tensor, or anything made from it."""
         return not self._storage.expired()
 
     def forget(self) -> None:

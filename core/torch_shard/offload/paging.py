@@ -59,7 +59,7 @@ def fetch(address: int, nbytes: int, *, go_on: Callable[[], bool]) -> None:
 
 
 def write_out(address: int, nbytes: int) -> None:
-    """Have the changed pages written to the disk, and wait for that.
+    """Write the changed pages to the disk, and wait for that.
 
     Raises:
         OSError: they can't be written.

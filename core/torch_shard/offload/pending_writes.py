@@ -1,10 +1,10 @@
 """Work on host memory in the background, and the sharded tensors that wait for it.
 
 While a copy is on its way, or the host thread steps on parameters, the sharded tensors over that memory *have* no shard: it is
-taken away from them, and the first who asks for it waits. So whoever reads one, by whatever way (an operation, a checkpoint,
-``to_local()``), finds what is there after the work, never before or in between. So do other sharded tensors over the same
+taken away from them, and the first reader waits. So every way to read one (an operation, a checkpoint, ``to_local()``) finds
+what is there after the work, never before or in between. So do other sharded tensors over the same
 memory (``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). A plain tensor can't wait: as long as the user has one
-over the memory, or a view of it, whoever begins work on the memory returns when the work has ended.
+over the memory, or a view of it, the call that begins work on the memory returns when the work has ended.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PendingWrites:
 
     # -- for sharded tensors --------------------------------------------------------------------------------------
     def add_alias(self, alias: Any) -> None:
-        """Have one more sharded tensor over the memory, which the user has made, wait for works from now on."""
+        """Make one more sharded tensor over the memory, which the user has made, wait for works from now on."""
         number, own = id(alias), weakref.ref(self)
 
         def gone(ref: Any) -> None:

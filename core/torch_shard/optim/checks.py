@@ -78,7 +78,7 @@ def check_class(optimizer: Any, rank: int) -> None:
 
 
 def units_of(optimizer: Any) -> list[Unit]:
-    """Return the units whose parameters the optimizer holds, of whatever engine."""
+    """Return the units whose parameters the optimizer holds, of any engine."""
     found: dict[int, Unit] = {}
     for p in params_of(optimizer):
         unit = unit_of(p)

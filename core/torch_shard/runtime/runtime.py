@@ -334,7 +334,7 @@ class Runtime:
         """Add the complete gradient of an unsharded parameter to the gradient buffer; reduce what is complete."""
         if graph_task() not in self.tasks:
             self.arm()
-        # A unit of which this use has saved nothing may be prefetched for an earlier use; nobody waits for it.
+        # A unit of which this use has saved nothing may be prefetched for an earlier use, and is not waited for.
         if unit.state is State.GATHERING and not unit.uses and not unit.kept:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "

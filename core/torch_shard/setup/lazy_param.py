@@ -98,7 +98,7 @@ class Waiting(torch.Tensor):
 
 
 def defer(param: nn.Parameter, values: Deferred) -> None:
-    """Have `param`, which is on the meta device, filled with `values` when it is sharded. Not collective."""
+    """Let `param`, which is on the meta device, be filled with `values` when it is sharded. Not collective."""
     if type(param) is nn.Parameter:
         _make_waiting(param)
     _note(param, values)

@@ -281,7 +281,7 @@ class FlatBuffer:
         return not torch.equal(self.own.view(torch.uint8), self._as_gathered().view(torch.uint8))
 
     def _as_gathered(self) -> torch.Tensor:
-        """Return what this rank's slot of the full buffer holds unless somebody has written to it."""
+        """Return what this rank's slot of the full buffer holds unless it has been written to."""
         if self._edited is not None:
             return self._edited
         if self.quantizer is None:
@@ -338,7 +338,7 @@ class FlatBuffer:
         refuse_recorded_edit(self.unsharded_params[i], self.layout.slots[i].name, self.collectives.world_rank)
 
     def renew(self) -> None:
-        """Leave the full buffer to whoever holds it, and point the unsharded parameters at a new one without memory."""
+        """Leave the full buffer to the objects that hold it, and point the unsharded parameters at a new one without memory."""
         with torch.inference_mode(False), torch.no_grad():
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
             for i, unsharded in enumerate(self.unsharded_params):

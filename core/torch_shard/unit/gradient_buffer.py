@@ -95,7 +95,7 @@ class GradientBuffer:
         self._divide(other._factor, other._rest)
 
     def reduce_by(self, hook: CommHook) -> None:
-        """Have `hook` reduce from now on; it divides, too."""
+        """Make `hook` reduce from now on; it divides, too."""
         self.hook = hook
         self._divide(1.0, 1.0)
 

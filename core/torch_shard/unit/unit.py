@@ -214,7 +214,7 @@ class Unit:
         return [(m, _first_attribute(m)) for m in modules]
 
     def forget_modules(self) -> None:
-        """Have :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
+        """Make :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
         self.__dict__.pop("_modules", None)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class Unit:
         self.state = State.FULL
 
     def allocate(self) -> None:
-        """Make a SHARDED unit FULL without values, for whoever fills the full buffers."""
+        """Make a SHARDED unit FULL without values; the caller fills the full buffers."""
         if self.gathers:
             for flat in self.flats:
                 flat.full.untyped_storage().resize_(flat.nbytes)

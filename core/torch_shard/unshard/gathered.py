@@ -321,7 +321,7 @@ def _uninstall(one: GatheredUnit) -> None:
 
 
 def _refuse_backward(one: GatheredUnit) -> None:
-    """Have a backward raise that reaches one of the parameters, because this gradient can't be reduced."""
+    """Make a backward that reaches one of the parameters raise, because this gradient can't be reduced."""
     rank = one.unit.collectives.world_rank
 
     def refusal(name: str) -> Callable[[torch.Tensor], None]:

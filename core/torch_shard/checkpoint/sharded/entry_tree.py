@@ -1,4 +1,4 @@
-"""The entries of a sharded checkpoint as a tree, and where models and optimizers are in it, whoever wrote it.
+"""The entries of a sharded checkpoint as a tree, and where models and optimizers are in it, whichever tool wrote it.
 
 This package, FSDP2, DDP, plain torch with DCP and torchtitan differ in where the model is (``model``, ``app.model``, at the
 top), in prefixes of wrappers, and in how optimizer state is named: by parameter or by number, groups in a list or settings by

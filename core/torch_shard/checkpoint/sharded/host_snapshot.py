@@ -58,7 +58,7 @@ class SnapshotMemory:
         return copies
 
     def free(self) -> None:
-        """Give the memory back. Earlier snapshots keep theirs."""
+        """Give the memory back. Earlier snapshots keep their memory."""
         self._blocks = []
 
 

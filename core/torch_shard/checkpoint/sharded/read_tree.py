@@ -40,7 +40,7 @@ class Contents:
         model: the state dict, of ShardTensors with this rank's shards where the live model has one of that name and shape, and
             else of full plain tensors on the CPU.
         optimizers: a dict for each saved optimizer: ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``,
-            with ShardTensors likewise. If the checkpoint has numbers, these take the place of names.
+            with ShardTensors as in `model`. If the checkpoint has numbers, these take the place of names.
         extra: the object that was saved beside the models and optimizers, or None.
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.

@@ -291,7 +291,7 @@ class _Save:
                 logger.warning("older checkpoints beside %s could not be removed: %s", self.target, error)
 
     def close(self) -> None:
-        """Delete what was written in vain, if the save has failed."""
+        """Delete the incomplete checkpoint, if the save has failed."""
         if self.saving is not None:
             self.saving.remove()
 

@@ -1,4 +1,4 @@
-"""Sorting the entries of an opened checkpoint, whoever wrote it, into models, optimizers, and the rest.
+"""Sorting the entries of an opened checkpoint, of any tool, into models, optimizers, and the rest.
 
 Checkpoints differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is
 named: by parameter or by number, with groups in a list or settings by parameter. :mod:`..sharded.entry_tree` does this for a live

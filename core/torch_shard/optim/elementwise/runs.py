@@ -411,7 +411,7 @@ class Runs:
             if grad is not None and isinstance(piece, RoundedPiece):
                 grad = grad.to(self.flats[run.segments[0].shard].dtypes.grad)
             for i in run.members:
-                # A new tensor, because whoever holds the old one keeps it as it was.
+                # A new tensor, because the old one must stay as it was for code that holds it.
                 part = None if grad is None else self._part(run, grad.detach(), i)
                 set_own_grad(self.params[i], None if part is None else ShardTensor._wrap(part, self.specs[i]))
 
@@ -458,7 +458,7 @@ class Runs:
         for i, own in zip(run.members, entries, strict=True):
             held, part = own.get(key), self._part(run, base, i)
             if isinstance(held, ShardTensor) and held.dtype == part.dtype:
-                held._shard_state.local = part  # whoever holds it still sees the state
+                held._shard_state.local = part  # code that holds it still sees the state
             else:
                 own[key] = held = ShardTensor._wrap(part, self.specs[i])
             held._shard_state.flat = base

@@ -240,7 +240,7 @@ class FlatStep(StepBackend):
         for flat in {id(flat): flat for runs in self.all_runs for flat in runs.stepped_flats}.values():
             if flat.rounding is not None:
                 flat.rounding.begin()
-        if not self._torchs:  # others may work on all groups at once, in whatever order
+        if not self._torchs:  # others may work on all groups at once, in any order
             for number in range(len(self._groups)):
                 self._load(number)
 

@@ -261,7 +261,7 @@ class Part:
         return left
 
     def in_flight(self) -> Iterator[Exchange]:
-        """Yield exchanges that nobody has waited for, and forget them."""
+        """Yield exchanges that have not been waited for, and forget them."""
         for exchange in (self._coming, self._returning):
             if exchange is not None:
                 yield exchange

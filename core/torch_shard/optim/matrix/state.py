@@ -149,7 +149,7 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
 
 
 def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
-    """Move state to the owners: they keep it, or get it in full, and the others drop theirs. Collective.
+    """Move state to the owners: they keep it, or get it in full, and the other ranks drop their shards. Collective.
 
     Args:
         runtime: the runtime of the parameters.
