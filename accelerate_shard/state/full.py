@@ -93,7 +93,7 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
 
     limit = ranks.each(begin, key=lambda size: (str(target), size, bool(safe)))
     nonce = ranks.begin()
-    # In the same folder, so that the new files are put in their place by renaming.
+    # This is in the same folder, so that the new files are put in their place by renaming.
     beside = target / f".model.saving-{nonce}"
     try:
         ranks.on_first(lambda: _make(target, beside))

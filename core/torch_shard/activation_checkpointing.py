@@ -194,7 +194,7 @@ def _with_names(forward: Any, names: Sequence[str], rest: Mapping[str, Any], *gi
     return forward(*given[:first], **dict(zip(names, given[first:], strict=True)), **rest)
 
 
-# As `hooks.uncompiled`, and private like that (torch 2.13).
+# Like `forward_hooks.uncompiled`, this uses private names of torch (2.13).
 _offloaded_uncompiled: Any = torch._disable_dynamo(_offloaded)  # type: ignore[attr-defined]
 _offloaded_uncompiled._torchdynamo_disable = True
 _offloaded_uncompiled._torchdynamo_disable_msg = (

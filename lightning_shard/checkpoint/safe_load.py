@@ -16,7 +16,7 @@ from torch_shard.log import logger
 
 __all__ = ["classes_to_allow", "load_safely"]
 
-# Of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
+# Parts of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
 _NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
 _REFUSED = ("GLOBAL", "Unsupported", "unsupported", "unrecognized", "Can only")
 

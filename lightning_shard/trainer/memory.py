@@ -12,7 +12,7 @@ from torch_shard.frontend import free_host_bytes
 
 __all__ = ["fits_on_every_rank", "full_bytes"]
 
-# Of what is available now. The rest is for what other processes, and the gathering itself, take meanwhile.
+# The share of the memory available now. The rest is for other processes, and for the gathering itself.
 _SHARE = 0.5
 
 

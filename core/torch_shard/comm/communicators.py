@@ -59,7 +59,8 @@ def connect(
     all_ranks = range(topology.world)
     gather = watchdog.add(Channel("all-gather", groups, all_ranks))
     reduce = watchdog.add(Channel("reduce", groups, all_ranks, shares=gather if single_communicator else None))
-    # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
+    # This group is for small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack
+    # its partner.
     watchdog.add(Channel("control", groups, all_ranks, backend="gloo" if groups.key else None))
     scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else None
     scalar = watchdog.add(Channel("scalar", groups, all_ranks, backend=scalars))

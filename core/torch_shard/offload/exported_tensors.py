@@ -36,7 +36,8 @@ class ExportedTensor:
             flat: the tensor that the shard is a part of.
         """
         with torch.inference_mode(False), torch.no_grad():
-            # As bytes: DLPack does not know all dtypes. It keeps `local`, and so the memory, until its own storage is gone.
+            # The memory is exported as bytes, since DLPack does not know all dtypes. `other` keeps `local`, and so the memory,
+            # until its own storage is gone.
             other = from_dlpack(torch._C._to_dlpack(local.detach().view(torch.uint8))).view(local.dtype)
             result = local.detach()  # shares the version counter, also with what is assigned to its data
             _data.__set__(result, other)

@@ -98,7 +98,7 @@ class ShardState:
     def take_away(self, waits_for: PendingWrites) -> None:
         """Put `local` and `flat` aside until `waits_for` gives them back."""
         self.aside = self.local, self.flat
-        # In this order, so that another thread finds either `local` or `waits_for`.
+        # The order matters: another thread must find either `local` or `waits_for`.
         self.waits_for = waits_for
         del self.local, self.flat
 

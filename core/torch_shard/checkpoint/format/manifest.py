@@ -15,8 +15,8 @@ of the parameters, and for every file its size and checksums::
                                  "items": [[name, offsets or null, start, length, values], ...]}}}}
 
 ``marks`` are the file's running CRC-32 at some positions: where an item begins, and within a large one every few MiB of its
-values. Any part between two marks can be verified by itself, since a CRC can be continued from the value before. ``sums`` has
-for each such part, where it is large, a checksum that is faster (:mod:`.checksum`); the first releases wrote none.
+values. The bytes between two of these positions can be verified by themselves, since a CRC can be continued from the value
+before. ``sums`` has a faster checksum (:mod:`.checksum`) for each such block that is large; the first releases wrote none.
 """
 
 from __future__ import annotations

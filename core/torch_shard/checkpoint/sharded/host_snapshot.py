@@ -37,7 +37,7 @@ class SnapshotMemory:
         """
         pinned = any(tensor.is_cuda for tensor in tensors)
         kept, self._blocks, end = self._blocks, [], 0
-        # With the originals, so that no other memory gets the same key.
+        # The originals are kept, too, so that no other memory gets the same key.
         done: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         copies = []
         with torch.inference_mode(False), torch.no_grad():

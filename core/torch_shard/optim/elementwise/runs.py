@@ -125,7 +125,7 @@ class Runs:
         for any size."""
         if not self._regular or split != self._split:
             return False
-        # In C as far as possible, because this is done for each parameter in each step.
+        # This runs in C as far as possible, because it is done for each parameter in each step.
         try:
             grads = list(map(own_grad, self._present))
             results = list(map(self._flat_of, grads))
@@ -391,7 +391,7 @@ class Runs:
     # -- after a step ---------------------------------------------------------------------------------------------
     def publish(self, state: Any) -> None:
         """Bring the user's state up to date with what the optimizer has made, replaced or removed."""
-        # In the order in which torch makes it, the same on all ranks, because users go through it with collective operations.
+        # State is made in torch's order, the same on all ranks, because users go through it with collective operations.
         made = {i for run in self._runs if run.pieces[0].state for i in run.members}
         for i in self._listed:
             if i in made:

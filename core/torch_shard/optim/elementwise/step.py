@@ -355,7 +355,7 @@ class FlatStep(StepBackend):
             if last:
                 if not self.announced:
                     runs.counters.follow()
-                # For autograd: a graph that has saved a parameter must not run any more, nor a gathered copy be used.
+                # Autograd must notice: a graph that has saved a parameter must not run any more, nor a gathered copy be used.
                 changed = [] if self.announced else runs.stepped
                 torch.autograd.graph.increment_version([*changed, *(flat.memory for flat in runs.flats)])
         if not self.announced:
