@@ -38,7 +38,7 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
 
     Args:
         module: a sharded model, or a part of one, with a ``save_pretrained`` of its own.
-        stock: that method, bound to its arguments.
+        stock: the module's own ``save_pretrained``, which gets the other arguments.
 
     Returns:
         What `stock` returns, on a rank that writes.

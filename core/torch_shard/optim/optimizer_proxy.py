@@ -190,7 +190,7 @@ def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) ->
 
     Args:
         optimizer: the user's optimizer.
-        backend: the session of what the step works on.
+        backend: the object that holds the state that the step works on.
         classes: the classes of such objects by class of optimizer, which the caller keeps. A new one for each step would be a
             class to collect, and a call of the user's ``__init_subclass__``.
     """

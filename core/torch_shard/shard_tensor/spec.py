@@ -38,7 +38,7 @@ class ShardSpec:
         rank: this rank's position in ``layout``.
         comm: collectives over the ranks that share the parameter.
         part: the part that the layout places, if tensor parallelism cuts the parameter; None if it places the full one.
-        name, shape, stride, numel: the full parameter's.
+        name, shape, stride, numel: the full parameter's name, shape, strides and number of elements.
         start, stop: this rank's elements, in memory order, of what the layout places.
         length: the number of these elements.
         cut: a key that is equal for two specs exactly if shape, strides and every rank's shard are equal.
