@@ -83,7 +83,7 @@ def shared_state() -> dict[str, Any]:
 
 
 def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
-    """Have ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
+    """Make ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
     from accelerate.local_sgd import LocalSGD
 
     kind: Any = LocalSGD
@@ -102,7 +102,7 @@ def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
 
 @contextlib.contextmanager
 def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
-    """Have a Trainer that makes its Accelerator inside call `kind`."""
+    """Make a Trainer that makes its Accelerator inside call `kind`."""
     module: Any = importlib.import_module("transformers.trainer")
     before = module.Accelerator
     module.Accelerator = kind

@@ -144,9 +144,10 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             fields = [
                 f.name for f in dataclasses.fields(used) if getattr(used, f.name) != getattr(self.shard_plugin, f.name)
             ]
-            said = ", ".join(f"{f}={getattr(used, f)!r}, now {getattr(self.shard_plugin, f)!r}" for f in fields)
+            differences = ", ".join(f"{f}={getattr(used, f)!r}, now {getattr(self.shard_plugin, f)!r}" for f in fields)
             raise ConfigError(
-                f"prepare: the model was prepared by an Accelerator with another shard_plugin ({said}). Give both the same one."
+                f"prepare: the model was prepared by an Accelerator with another shard_plugin ({differences}). "
+                "Give both the same one."
             )
 
     def _on_each_rank(self, check: Callable[[], T]) -> T:

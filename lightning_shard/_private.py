@@ -221,7 +221,7 @@ def requeue_signal_of(environment: Any) -> Any:
 
 
 def shadow_requeue_handler(trainer: Any, handler: Callable[[int, Any], None]) -> None:
-    """Have `handler` called in place of the Trainer's own, in the next run."""
+    """Make the next run call `handler` in place of the Trainer's own."""
     vars(trainer._signal_connector)[_REQUEUE_HANDLER] = handler
 
 
@@ -241,7 +241,7 @@ _SIGTERM_HANDLER, _SIGTERM_CHECK = "_sigterm_notifier_fn", "_broadcast_sigterm_t
 
 
 def shadow_sigterm_handling(trainer: Any, handler: Callable[[int, Any], None], check: Callable[[], None]) -> None:
-    """Have `handler` called in place of the Trainer's own, and `check` before each batch of training, in the next run."""
+    """Make the next run call `handler` in place of the Trainer's own, and `check` before each batch of training."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     if hasattr(connector, _SIGTERM_HANDLER) and hasattr(
         loop, _SIGTERM_CHECK
@@ -256,7 +256,7 @@ def restore_sigterm_handling(trainer: Any) -> None:
 
 
 def set_received_sigterm(trainer: Any) -> None:
-    """Have the loops end after the batch that runs, with a SIGTERMException."""
+    """Make the loops end after the batch that runs, with a SIGTERMException."""
     trainer._signal_connector.received_sigterm = True
 
 

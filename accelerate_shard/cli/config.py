@@ -36,11 +36,11 @@ class Question:
     """A question, which an option of the command line answers too.
 
     Attributes:
-        name: of the option and of the answer.
-        text: what is asked.
-        default: of the answers so far.
-        read: from what is typed to the answer; raises ValueError.
-        form: what can be typed.
+        name: the name of the option and of the answer.
+        text: the question's text.
+        default: a function from the answers so far to the default.
+        read: a function from the typed text to the answer, which may raise ValueError.
+        form: a description of what can be typed.
     """
 
     name: str
@@ -151,9 +151,9 @@ def _answers(given: Mapping[str, str | None], ask: bool, told: Mapping[str, Any]
 
 
 def _asked(question: Question, default: Any) -> Any:
-    shown = text_of(default) if question.name == "offload" else default
+    default_text = text_of(default) if question.name == "offload" else default
     while True:
-        text = input(f"{question.text}\n  {question.form} [{shown}]: ").strip()
+        text = input(f"{question.text}\n  {question.form} [{default_text}]: ").strip()
         try:
             return question.read(text) if text else default
         except ValueError:

@@ -48,14 +48,14 @@ def join(
     """Allow different numbers of batches inside on ranks that only evaluate. Collective.
 
     Args:
-        models: those that the user has named and that are sharded, with their engines.
-        dataloaders: the prepared ones; their lengths decide.
-        active: gives the dataloader that is being iterated over, or None.
-        seconds: how long a rank without a batch waits for what the others say at the end.
+        models: the sharded models that the user has named, with their engines.
+        dataloaders: the prepared dataloaders; their lengths decide.
+        active: a function that returns the dataloader that is being iterated over, or None.
+        seconds: the time for which a rank without a batch waits for the others at the end.
 
     Raises:
         ConfigError: on all ranks, inside, from the first forward over a dataloader whose lengths differ, of a model that was in
-            training mode here; on a rank without a batch at the end. Other dataloaders are as elsewhere.
+            training mode here; on a rank without a batch at the end. Other dataloaders behave as without this.
     """
     uneven = _uneven(dataloaders) if models else []
     if not uneven:

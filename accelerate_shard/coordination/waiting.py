@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torch_shard import Engine, errors
-from torch_shard.frontend import exchange_texts, meet
+from torch_shard.frontend import exchange_texts, wait_for_all
 
 __all__ = ["barrier", "each"]
 
@@ -29,8 +29,8 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
     Args:
         function: this rank's work.
         what: the operation, for messages.
-        seconds: how long to wait for the others.
-        key: must be equal on all ranks; a function is called with the result.
+        seconds: the time to wait for the others.
+        key: a value that must be equal on all ranks; a function is called with the result.
 
     Raises:
         Exception: this rank's own, or an error of its class that quotes another rank's (ShardError for classes of others).
@@ -40,15 +40,15 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     error: Exception | None = None
     result: Any = None
-    said: dict[str, str] = {}
+    answer: dict[str, str] = {}
     try:
         result = function()
-        said["key"] = repr(key(result) if callable(key) else key)
+        answer["key"] = repr(key(result) if callable(key) else key)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-        said.update(error=type(error).__name__, text=str(error))
+        answer.update(error=type(error).__name__, text=str(error))
     if world > 1:
-        _, texts = exchange_texts(list(range(world)), "accelerate_shard/each", json.dumps(said), seconds, what)
+        _, texts = exchange_texts(list(range(world)), "accelerate_shard/each", json.dumps(answer), seconds, what)
     if error is not None:
         raise error
     if world > 1:
@@ -63,11 +63,11 @@ def each(function: Callable[[], T], what: str, seconds: float, key: object = Non
 
 
 def barrier(engines: Iterable[Engine], seconds: float, what: str) -> None:
-    """Return when all ranks are in `what`; without a sharded model, or where an engine has no say, at once. Collective.
+    """Return when all ranks are in `what`; at once without a sharded model, or where engines don't compare. Collective.
 
     Args:
-        engines: those of the prepared models, the same on all ranks.
-        seconds: how long to wait for a rank at least: work of one rank alone may take so long.
+        engines: the engines of the prepared models, the same on all ranks.
+        seconds: the least time to wait for a rank, since the work of one rank alone may take so long.
 
     Raises:
         DivergenceError: another rank waits in another operation; names both, and their lines.
@@ -75,4 +75,4 @@ def barrier(engines: Iterable[Engine], seconds: float, what: str) -> None:
     """
     engine = next(iter(engines), None)
     if engine is not None:
-        meet(engine, seconds, what)
+        wait_for_all(engine, seconds, what)

@@ -26,7 +26,7 @@ _replaced: list[tuple[ModuleType, str, Any]] = []  # module, name in it, and the
 
 
 def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
-    """Have ``accelerate.Accelerator`` be ours from now on, and ``transformers.Trainer`` train with it. Not collective.
+    """Make ``accelerate.Accelerator`` ours from now on, and make ``transformers.Trainer`` train with it. Not collective.
 
     For scripts and notebooks that are left as they are: call it first, before or after ``from accelerate import Accelerator``.
     Accelerators that exist already are not changed. Calling it again replaces the settings.

@@ -1,4 +1,4 @@
-"""Of transformers and PEFT what their documentation does not promise, for models that are filled when they are sharded.
+"""Undocumented parts of transformers and PEFT that are used for models which are filled when they are sharded.
 
 The rest is in :mod:`._private`, which has the versions that are tested.
 
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T", bound=torch.Tensor)
+# Held while `weights_from` has replaced a method of transformers, which is the process's, so that threads take turns.
 _loading = threading.RLock()
 
 
@@ -76,7 +77,7 @@ def quantization_of(path: Any, kwargs: Mapping[str, Any]) -> str | None:
 def weights_from(
     entries: Callable[[Sequence[str] | None], Mapping[str, Any]], settle: Callable[[nn.Module], None]
 ) -> Iterator[list[nn.Module]]:
-    """Have ``from_pretrained`` of this thread take what `entries` makes of the weight files, and then call `settle`.
+    """Make ``from_pretrained`` of this thread take what `entries` makes of the weight files, and then call `settle`.
 
     Gives the models that were loaded so.
 
@@ -133,14 +134,14 @@ def untied_pairs(model: Any) -> list[tuple[str, str]]:
 
 
 def forget_tie(model: Any, target: str) -> None:
-    """Have `target` count as not tied, whatever the configuration says."""
+    """Make `target` count as not tied, whatever the configuration says."""
     model.all_tied_weights_keys.pop(target, None)
 
 
 def keep_adapters_off_meta(
     waits: Callable[[torch.Tensor], object], values_of: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
-    """Have PEFT leave adapters on the CPU where the layer's own parameters wait for values: on meta they would lose their own.
+    """Make PEFT leave adapters on the CPU where the layer's own parameters wait for values: on meta they would lose their own.
 
     And have it give memory and values, those that `values_of` gives, to the copies of modules that it makes.
     """
@@ -202,7 +203,7 @@ def _copy_filled(
 
 @contextlib.contextmanager
 def adapters_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Have transformers' ``model.load_adapter`` read adapters to the CPU inside, whatever device the model is on."""
+    """Make transformers' ``model.load_adapter`` read adapters to the CPU inside, whatever device the model is on."""
     missing = object()
     before = model.__dict__.get("hf_device_map", missing)
     model.__dict__["hf_device_map"] = {"": torch.device("cpu")}

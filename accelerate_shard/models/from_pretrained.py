@@ -71,7 +71,7 @@ def from_pretrained(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs
         cls: a class of models of transformers, or one of its Auto classes.
         path: a folder, or the name of a repository, of which files may be in the cache. Weights must be safetensors. Every rank
             needs to see the same files, until the model is sharded.
-        args, kwargs: those of the class's own ``from_pretrained``.
+        args, kwargs: the arguments of the class's own ``from_pretrained``.
 
     Returns:
         What the class's own returns.
@@ -128,7 +128,7 @@ def _entries(files: Sequence[str] | None) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in files:
         opened = open_full(Path(file))
-        name, size, crc = next(iter(opened.marks().values()))
+        name, size, crc = next(iter(opened.checksums().values()))
         where = f"{name} of {size} bytes, checksum {crc:08x}"
         entries.update((key, Entry(values, f"{key} of {where}")) for key, values in opened.values.items())
     return entries

@@ -31,7 +31,7 @@ class Known(NamedTuple):
     Attributes:
         weights: the full state dict of the sharded model that it is, or is a part of; empty but on rank 0.
         path: the module's name in that model, with a dot behind it; empty for the model itself.
-        is_first: whether this is rank 0.
+        is_first: True on rank 0.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -72,12 +72,12 @@ def full_weights(
     The CPU of rank 0 holds all sharded models in full until the end; the other ranks no more than two units at a time.
 
     Args:
-        models: what the hooks get, without what ``torch.compile`` put around it.
-        engines: theirs; None for one that is not sharded.
-        is_first: whether this is rank 0.
+        models: the models that the hooks get, without the wrappers of ``torch.compile``.
+        engines: the models' engines; None for a model that is not sharded.
+        is_first: True on rank 0.
 
     Yields:
-        Whole state dicts by number, which may be changed; empty but on rank 0, None for a model that is not sharded.
+        Full state dicts by number, which may be changed; empty but on rank 0, None for a model that is not sharded.
     """
     with contextlib.ExitStack() as stack:
         full_states: list[dict[str, Any] | None] = []

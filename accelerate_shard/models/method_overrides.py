@@ -73,8 +73,8 @@ def shadow(module: nn.Module, name: str, function: Callable[..., Any], keeps: ob
     """Put `function` in front of the method `name` of `module`, where its class has one, once. Not collective.
 
     Args:
-        function: called as ``function(module, stock, *args, **kwargs)``.
-        keeps: what lives as long as the replacement.
+        function: the replacement, called as ``function(module, stock, *args, **kwargs)``.
+        keeps: an object that lives as long as the replacement.
     """
     if not callable(getattr(type(module), name, None)):
         return

@@ -39,7 +39,7 @@ def _castable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class _CastInputs:
-    """Before the forward, when the parameters are gathered."""
+    """A pre-hook that casts a layer's inputs to the dtype of its gathered parameters."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -55,7 +55,7 @@ class _CastInputs:
 
 
 class _CastBack:
-    """After it, also when it raised."""
+    """A forward hook that casts outputs back, also after an exception."""
 
     def __init__(self, before: _CastInputs, stored: torch.dtype) -> None:
         self.before, self.stored = before, stored

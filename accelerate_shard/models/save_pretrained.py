@@ -37,8 +37,8 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
     The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
 
     Args:
-        module: sharded, or a part of a sharded model, with a ``save_pretrained`` of its own.
-        stock: that method, with its arguments.
+        module: a sharded model, or a part of one, with a ``save_pretrained`` of its own.
+        stock: the module's own ``save_pretrained``, which gets the other arguments.
 
     Returns:
         What `stock` returns, on a rank that writes.
@@ -95,7 +95,7 @@ class _Call:
             )
 
     def write(self, module: nn.Module, found: dict[str, Any]) -> Any:
-        """Have the library write the tensors of `found`. Not collective."""
+        """Make the library write the tensors of `found`. Not collective."""
         if self.takes_state:
             return self.stock(*self.positional, **self.arguments, state_dict=found)
         # A library that calls module.state_dict() itself.

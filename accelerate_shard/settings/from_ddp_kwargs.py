@@ -42,7 +42,7 @@ def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
 
 
 def register_hook(handler: Any, engine: Engine) -> None:
-    """Have the engine send gradients in the dtype that the handler's communication hook compresses to. Collective."""
+    """Make the engine send gradients in the dtype that the handler's communication hook compresses to. Collective."""
     dtype = _hook_dtype(handler) if handler is not None else None
     if dtype is not None and engine.world_size > 1:
         replicated = engine.config.strategy == "no_shard"

@@ -35,9 +35,9 @@ def of_yaml(contents: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: that file can't be read.
     """
     section = contents.get("deepspeed_config") or {}
-    said = {key: value for key, value in section.items() if value is not None}
-    if "deepspeed_config_file" in said:  # then Accelerate allows none of that file's keys beside it
-        path = Path(said["deepspeed_config_file"])
+    given = {key: value for key, value in section.items() if value is not None}
+    if "deepspeed_config_file" in given:  # then Accelerate allows none of that file's keys beside it
+        path = Path(given["deepspeed_config_file"])
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -47,30 +47,30 @@ def of_yaml(contents: Mapping[str, Any]) -> dict[str, Any]:
             for place in ("zero_optimization", *places):
                 value = value.get(place) if isinstance(value, Mapping) else None
             if value is not None and value != "auto":
-                said[key] = value
-    return said
+                given[key] = value
+    return given
 
 
-def fields_of(said: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of :class:`ShardPlugin` that stand for the keys of a ``deepspeed_config``. Not collective.
 
     Raises:
         ConfigError: a value that DeepSpeed does not have, or a disk without a directory; names the key.
     """
-    stage = str(said.get("zero_stage", 2))  # Accelerate's default
+    stage = str(given.get("zero_stage", 2))  # Accelerate's default
     if stage not in map(str, _STRATEGIES):
         raise ConfigError(f"zero_stage must be 0, 1, 2 or 3, not {stage!r}.")
-    return {"strategy": _STRATEGIES[int(stage)], "offload": _offload(said)}
+    return {"strategy": _STRATEGIES[int(stage)], "offload": _offload(given)}
 
 
-def _offload(said: Mapping[str, Any]) -> Offload | None:
-    optimizer, param = (_device(said, f"offload_{of}_device") for of in ("optimizer", "param"))
+def _offload(given: Mapping[str, Any]) -> Offload | None:
+    optimizer, param = (_device(given, f"offload_{of}_device") for of in ("optimizer", "param"))
     if optimizer == param == "none":
         return None
     found: dict[str, Any] = {"params": param != "none"}
     for of, device in (("param", param), ("optimizer", optimizer)):
         if device == "nvme":
-            path = str(said.get(f"offload_{of}_nvme_path", "none"))
+            path = str(given.get(f"offload_{of}_nvme_path", "none"))
             if path.lower() in ("none", ""):
                 raise ConfigError(f"offload_{of}_device is nvme, and offload_{of}_nvme_path names no directory.")
             found["nvme"] = path
@@ -79,8 +79,8 @@ def _offload(said: Mapping[str, Any]) -> Offload | None:
     return Offload(**found)
 
 
-def _device(said: Mapping[str, Any], key: str) -> str:
-    value = str(said.get(key, "none")).lower()
+def _device(given: Mapping[str, Any], key: str) -> str:
+    value = str(given.get(key, "none")).lower()
     if value not in _DEVICES:
         raise ConfigError(f"{key} must be none, cpu or nvme, not {value!r}.")
     return value

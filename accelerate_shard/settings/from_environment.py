@@ -44,9 +44,9 @@ class Setting:
     """A field of :class:`ShardPlugin` that the environment and a YAML can set.
 
     Attributes:
-        field: of the plugin.
-        read: from text to the value; raises ValueError.
-        form: how the text looks, for errors and questions.
+        field: the plugin's field.
+        read: a function from text to the value, which may raise ValueError.
+        form: a description of the text, for errors and questions.
     """
 
     field: str

@@ -45,10 +45,10 @@ class Key:
     """One setting of FSDP: what it is called in the plugin, in a YAML and in the environment.
 
     Attributes:
-        field: of ``FullyShardedDataParallelPlugin``.
-        yaml: in ``fsdp_config``; empty where neither a YAML nor the environment has it.
-        usual: for keys without a meaning here: the value that promises nothing, as the environment has it; others are named in
-            the warning. None for keys with a meaning.
+        field: the field of ``FullyShardedDataParallelPlugin``.
+        yaml: the key in ``fsdp_config``; empty where neither a YAML nor the environment has it.
+        usual: the value of a key without a meaning here that promises nothing, as the environment has it; other values are
+            named in the warning. None for keys with a meaning.
     """
 
     field: str
@@ -92,7 +92,7 @@ _BY_FIELD = {key.field: key for key in KEYS}
 class _Reading:
     """The settings that were given, by the plugin's fields, and what has become of them."""
 
-    said: Mapping[str, Any]
+    given: Mapping[str, Any]
     called: Callable[[str], str]
     found: dict[str, Any] = field(default_factory=dict)
     without_meaning: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class _Reading:
         return self.called(key)
 
     def flag(self, key: str) -> bool:
-        value = self.said.get(key)
+        value = self.given.get(key)
         if value is None or isinstance(value, bool):
             return bool(value)
         text = str(value).strip().lower()
@@ -110,7 +110,7 @@ class _Reading:
         raise ConfigError(f"{self.name(key)} must be true or false, not {value!r}.")
 
     def choice(self, key: str, known: tuple[str, ...], numbered: tuple[str, ...] = ()) -> str | None:
-        value = self.said.get(key)
+        value = self.given.get(key)
         if value is None:
             return None
         text = str(getattr(value, "name", value)).strip().lstrip("_").upper()
@@ -127,7 +127,7 @@ def from_fsdp_environment(environment: Mapping[str, str]) -> ShardPlugin:
     Raises:
         ConfigError: a value is unknown, two contradict each other, or one asks for what is not there; names the variable.
     """
-    said = {
+    given = {
         key.field: environment[key.variable] for key in KEYS if key.yaml and environment.get(key.variable, "") != ""
     }
 
@@ -135,12 +135,12 @@ def from_fsdp_environment(environment: Mapping[str, str]) -> ShardPlugin:
         key = _BY_FIELD[name]
         return f"{key.variable} ({key.yaml})"
 
-    reading = _Reading(said, called)
+    reading = _Reading(given, called)
     for key in KEYS:
-        given = said.get(key.field)
-        if key.usual is not None and given is not None and given.strip().lower() != key.usual:
-            reading.without_meaning.append(f"{key.yaml}={given}")
-    version = said.get("fsdp_version", "1")
+        value = given.get(key.field)
+        if key.usual is not None and value is not None and value.strip().lower() != key.usual:
+            reading.without_meaning.append(f"{key.yaml}={value}")
+    version = given.get("fsdp_version", "1")
     if version not in ("1", "2"):
         raise ConfigError(f"{called('fsdp_version')} must be 1 or 2, not {version!r}.")
     _strategy_of_environment(reading, int(version))
@@ -157,12 +157,12 @@ def from_fsdp_environment(environment: Mapping[str, str]) -> ShardPlugin:
 def _strategy_of_environment(reading: _Reading, version: int) -> None:
     if version == 2:
         key = "reshard_after_forward"
-        reading.found["strategy"] = "full_shard" if key not in reading.said or reading.flag(key) else "shard_grad_op"
+        reading.found["strategy"] = "full_shard" if key not in reading.given or reading.flag(key) else "shard_grad_op"
         return
     strategy = reading.choice("sharding_strategy", _ORDER, _ORDER) or "FULL_SHARD"
     # `accelerate config` asks for the strategy and writes it as fsdp_reshard_after_forward, while the launcher exports
     # FSDP_SHARDING_STRATEGY=FULL_SHARD for every YAML that has none. (Accelerate itself then loses the answer.)
-    if strategy == "FULL_SHARD" and str(reading.said.get("reshard_after_forward", "true")).lower() not in _TRUE:
+    if strategy == "FULL_SHARD" and str(reading.given.get("reshard_after_forward", "true")).lower() not in _TRUE:
         strategy = reading.choice("reshard_after_forward", _ORDER, _ORDER) or strategy
     reading.found["strategy"] = _STRATEGIES[strategy]
 
@@ -178,17 +178,17 @@ def from_fsdp_plugin(plugin: Any) -> ShardPlugin:
 
     if not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ConfigError(f"fsdp_plugin must be a FullyShardedDataParallelPlugin, not {type(plugin).__name__}.")
-    said = {f.name: getattr(plugin, f.name) for f in dataclasses.fields(plugin)}
-    reading = _Reading(said, lambda name: f"fsdp_plugin.{name}")
+    given = {f.name: getattr(plugin, f.name) for f in dataclasses.fields(plugin)}
+    reading = _Reading(given, lambda name: f"fsdp_plugin.{name}")
     offload = plugin.cpu_offload  # a bool, CPUOffload, or FSDP 2's policy
     of_fsdp2 = isinstance(offload, CPUOffloadPolicy)
-    said["cpu_offload"] = offload if isinstance(offload, bool) else getattr(offload, "offload_params", of_fsdp2)
+    given["cpu_offload"] = offload if isinstance(offload, bool) else getattr(offload, "offload_params", of_fsdp2)
     if of_fsdp2:
         reading.found["offload"] = Offload(pin_memory=offload.pin_memory)
     if plugin.limit_all_gathers is False:
         reading.without_meaning.append("limit_all_gathers=False")
     for name in ("state_dict_config", "optim_state_dict_config"):
-        config = said[name]
+        config = given[name]
         if config is not None and not (config.offload_to_cpu and getattr(config, "rank0_only", True)):
             reading.without_meaning.append(name)
     if plugin.param_init_fn is not None and not _is_accelerates(plugin.param_init_fn):
@@ -233,12 +233,12 @@ def _units_of_plugin(reading: _Reading, plugin: Any) -> None:
 
 
 def _units(reading: _Reading, policy: str | None) -> None:
-    names = reading.said.get("transformer_cls_names_to_wrap") or ()
+    names = reading.given.get("transformer_cls_names_to_wrap") or ()
     classes = tuple(n.strip() for n in (names.split(",") if isinstance(names, str) else names) if n.strip())
     if classes and policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
         raise _two_policies(reading, policy)
     if policy == "SIZE_BASED_WRAP":
-        least = reading.said.get("min_num_params") or 0
+        least = reading.given.get("min_num_params") or 0
         try:
             reading.found["units"] = size_based(int(float(least)))
         except ValueError:
@@ -280,7 +280,7 @@ def _precision(policy: Any) -> Precision:
 
 
 def _ignored(reading: _Reading) -> tuple[Any, ...]:
-    modules = reading.said.get("ignored_modules")
+    modules = reading.given.get("ignored_modules")
     if modules is None:
         return ()
     if not isinstance(modules, str):

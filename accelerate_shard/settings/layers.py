@@ -29,7 +29,7 @@ def with_layer_units(config: ShardConfig, model: nn.Module, names: Sequence[str]
 
 
 def checkpointed_layers(model: nn.Module, plugin: ShardPlugin, config: ShardConfig) -> AbstractContextManager[int]:
-    """Have the layers that `plugin` chooses recompute their activations, and offload their inputs; `model` is sharded inside.
+    """Make the layers that `plugin` chooses recompute their activations, and offload their inputs; `model` is sharded inside.
 
     `config`: the engine's settings for this model. See :func:`torch_shard.activation_checkpointing.checkpointed_layers`.
 

@@ -59,10 +59,10 @@ def units_of_policy(policy: Any, name: str) -> Any:
     """Return `policy` as ``ShardConfig.units``.
 
     Args:
-        name: how the user knows the setting, for errors.
+        name: the user's name of the setting, for errors.
 
     Raises:
-        ConfigError: nothing that can be asked about one module.
+        ConfigError: `policy` can't be asked about one module.
     """
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 

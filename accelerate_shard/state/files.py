@@ -116,7 +116,7 @@ def read(path: Path, weights_only: bool, **options: Any) -> Any:
     """Return what a pickled file holds, on the CPU unless `options` (of ``torch.load``) say otherwise. Not collective.
 
     Args:
-        path: of the file.
+        path: the file.
         weights_only: read with torch's safe loader, which runs no code.
 
     Raises:

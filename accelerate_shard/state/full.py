@@ -93,7 +93,7 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
 
     limit = ranks.each(begin, key=lambda size: (str(target), size, bool(safe)))
     nonce = ranks.begin()
-    # In the same folder, so that the new files are put in their place by renaming.
+    # This is in the same folder, so that the new files are put in their place by renaming.
     beside = target / f".model.saving-{nonce}"
     try:
         ranks.on_first(lambda: _make(target, beside))
@@ -192,7 +192,7 @@ class FullModel:
         self._load.verify()
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the model's state, and note that its parameters have changed."""
         self._load.load_model()
         parameters_loaded(self._engine)
 
@@ -227,7 +227,7 @@ class PlainModel:
             raise StateDictError(f"{self.path} does not fit, and nothing was loaded.\n  " + "\n  ".join(lines))
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the model's state."""
         self._model.load_state_dict(self._state, strict=False)
 
 
@@ -278,7 +278,7 @@ class FullOptimizer:
             raise StateDictError(f"{what}\n  " + "\n  ".join(lines + problems))
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the optimizer's state."""
         if self._engine is None:
             self.optimizer.load_state_dict(copy_tensors(self._given))
             return

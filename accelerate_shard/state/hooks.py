@@ -37,9 +37,9 @@ def after_save_hooks(
 
     Args:
         accelerator: its hooks get its models, a list of the weights, and `folder`.
-        ranks: of the operation.
+        ranks: the ranks of the operation.
         weights: the models' state dicts.
-        folder: where the checkpoint is being written.
+        folder: the folder to which the checkpoint is being written.
         everywhere: all ranks write, so that all must have what rank 0 has; else rank 0 writes alone.
 
     Raises:

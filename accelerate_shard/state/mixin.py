@@ -35,7 +35,7 @@ class StateMixin(_Base):  # type: ignore[misc]
         """Return the full state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective.
 
         Args:
-            model: as ``prepare`` has returned it. A model that is not sharded gives its own state dict, on every rank.
+            model: a model that ``prepare`` has returned. A model that is not sharded gives its own state dict, on every rank.
             unwrap: True: the plain model's names; False: those of `model` itself (compiled: with ``_orig_mod.``).
 
         Raises:
@@ -105,7 +105,7 @@ class StateMixin(_Base):  # type: ignore[misc]
 
         Args:
             output_dir: the folder, on a file system that all ranks share, or a link to one.
-            safe_serialization: for ``"full"``: write models as safetensors and not as torch's files.
+            safe_serialization: True to write models as safetensors and not as torch's files, with ``"full"``.
             save_model_func_kwargs: ignored; they are for other engines.
 
         Returns:
@@ -133,7 +133,7 @@ class StateMixin(_Base):  # type: ignore[misc]
 
         Args:
             input_dir: the folder; None for the latest one with automatic names.
-            load_kwargs: for ``torch.load`` of everything but models; ``{"weights_only": False}`` runs code from the files.
+            load_kwargs: arguments of ``torch.load`` for all but models; ``{"weights_only": False}`` runs code from the files.
             load_model_func_kwargs: ``strict=False`` accepts missing and unexpected weights; ``dtype`` converts weights that were
                 saved in another one; ``map_location`` is ignored: shards are read to where they are.
 

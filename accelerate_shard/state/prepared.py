@@ -33,8 +33,8 @@ class Prepared:
     """Models and optimizers of an Accelerator, at one moment.
 
     Attributes:
-        models: as ``prepare`` has returned them, without what ``torch.compile`` put around them.
-        engines: of these; None for one that is not sharded.
+        models: the models that ``prepare`` has returned, without the wrappers of ``torch.compile``.
+        engines: the models' engines; None for a model that is not sharded.
         optimizers: the users' own, without Accelerate's wrappers.
     """
 
@@ -80,8 +80,8 @@ class Ranks:
     """The ranks of a run, for one operation.
 
     Args:
-        engines: of the prepared models; the first one's messages are used, which have a timeout. Without any the ranks
-            talk through the process group's store.
+        engines: the engines of the prepared models. The first one's messages, which have a timeout, are used. Without any the
+            ranks talk through the process group's store.
         what: the operation, for messages.
     """
 

@@ -257,10 +257,10 @@ class PendingState:
     """One asynchronous ``save_state`` on one rank. Nothing here is collective.
 
     Args:
-        engines_own: of the models and optimizers.
-        target: of the checkpoint.
-        finish: on rank 0: put it in its place.
-        close: on rank 0, in the end: with whether that was done.
+        engines_own: the engine's save of models and optimizers.
+        target: the checkpoint's path.
+        finish: a function that puts the checkpoint in its place, called on rank 0.
+        close: a function that is called on rank 0 at the end, with True if the checkpoint is in place.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ class SmallState:
     """The small files of a checkpoint that is about to be loaded: :meth:`check` first, :meth:`apply` when all else fits.
 
     Args:
-        accelerator: whose objects are loaded.
-        folder: of the checkpoint.
+        accelerator: the accelerator whose objects are loaded.
+        folder: the checkpoint's folder.
         weights_only: read with the loader that runs no code.
         load_kwargs: the user's, for ``torch.load``.
     """

@@ -114,7 +114,7 @@ def _number_first(item: tuple[Any, Any]) -> tuple[bool, Any]:
 
 
 class _Saved:
-    """In place of the optimizer while the Trainer writes what ``state_dict()`` gives."""
+    """A proxy for the optimizer, whose ``state_dict()`` is the full state, while the Trainer writes it."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -205,7 +205,7 @@ def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, 
 
 # -- together -----------------------------------------------------------------------------------------------------------
 def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
-    """Run it on every rank, however long it takes; all return, or all raise. Collective."""
+    """Run `function` on every rank; it may take any time. All ranks return, or all raise. Collective."""
     agree(engine, what)  # raises at once if a rank does something else; a broadcast would wait
     nonce = broadcast(engine, secrets.token_hex(8), what)
     return each(engine, what, function, nonce=nonce)
@@ -213,7 +213,7 @@ def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def all_ranks(what: str) -> Iterator[None]:
-    """Say what to do where only some ranks call it."""
+    """Add to errors of missing ranks the advice to call `what` on all ranks."""
     try:
         yield
     except (DivergenceError, MissingRankError) as error:

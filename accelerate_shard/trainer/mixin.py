@@ -95,7 +95,7 @@ for _name, _function in STEPS.items():
 
 
 def apply_to_trainer() -> None:
-    """Have ``transformers.Trainer``, and with it every subclass, do what the mixin does. Not collective; call it on all ranks.
+    """Make ``transformers.Trainer``, and with it every subclass, do what the mixin does. Not collective; call it on all ranks.
 
     Trainers made before keep their Accelerator, and so do what they did. Applying it twice is the same as once.
     """

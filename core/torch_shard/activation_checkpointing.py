@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers keep their inputs alone, and compute the rest again in backward.
+"""Activation checkpointing: layers keep only their inputs, and recompute the rest in backward.
 
 A layer's ``forward`` is replaced, inside of its hooks. A wrapper module would change names in state dicts, and the hooks that
 gather a unit must not run a second time in backward. transformers checkpoints its own layers in the same way; its
@@ -29,7 +29,7 @@ from .plan.layer_selection import classes_named, repeated_layers
 __all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations", "offload_of"]
 
 Layers = bool | Sequence[type[nn.Module] | str]
-"""Which layers compute their activations again: classes and names of classes; True: of the units, else those that repeat."""
+"""Which layers recompute their activations: classes and names of classes; True: those of the units, else those that repeat."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -45,25 +45,25 @@ def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bo
 
 @contextlib.contextmanager
 def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloaded: Layers = False) -> Iterator[int]:
-    """Have the chosen layers compute their activations again from now on. Entered around the sharding of `model`.
+    """Make the chosen layers recompute their activations from now on. Enter it around the sharding of `model`.
 
-    Where the body raises, the layers are as they were. Not collective.
+    If the body raises, the layers are as they were. Not collective.
 
     Args:
-        model: whose layers; those inside of a chosen one are computed again with it.
+        model: the model that has the layers; layers inside of a chosen one are recomputed with it.
         chosen: classes and names of classes. True: the modules that `units` chooses, else those of the classes that a
             transformers model names itself, else those that repeat in a list.
         units: the engine's setting for this model.
-        offloaded: layers that compute their activations again, whether `chosen` says so or not, and whose inputs wait for
+        offloaded: layers that recompute their activations, whether `chosen` says so or not, and whose inputs wait for
             backward in host memory (:class:`~torch_shard.activation_offload.ActivationOffload`). True: all that are `chosen`;
             where nothing is, the same as True is for that.
 
     Yields:
-        how many layers.
+        The number of layers.
 
     Raises:
-        ConfigError: the model has no such layers, one of them has no ``forward``, or one of `offloaded` has its inputs
-            kept by nobody: it is inside of a layer that is computed again, or the model's own ``gradient_checkpointing`` is on.
+        ConfigError: the model has no such layers, one of them has no ``forward``, or one of `offloaded` has inputs
+            that nothing keeps: it is inside of a layer that is recomputed, or the model's own ``gradient_checkpointing`` is on.
     """
     layers = _chosen_layers("activation_checkpointing", model, chosen, units) if chosen else []
     moved: list[nn.Module] = []
@@ -76,8 +76,10 @@ def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloade
     before = [(layer, layer.__dict__.get("forward")) for layer in layers]
     offload = ActivationOffload() if moved else None
     for layer, forward in before:
-        again = forward if isinstance(forward, _Recomputed) else _Recomputed(layer, layer.forward)
-        layer.forward = again if layer not in moved else _Recomputed(layer, again.forward, again.own, offload)
+        recomputed = forward if isinstance(forward, _Recomputed) else _Recomputed(layer, layer.forward)
+        layer.forward = (
+            recomputed if layer not in moved else _Recomputed(layer, recomputed.forward, recomputed.own, offload)
+        )
     try:
         yield len(layers)
     except BaseException:
@@ -192,7 +194,7 @@ def _with_names(forward: Any, names: Sequence[str], rest: Mapping[str, Any], *gi
     return forward(*given[:first], **dict(zip(names, given[first:], strict=True)), **rest)
 
 
-# As `hooks.uncompiled`, and private like that (torch 2.13).
+# Like `forward_hooks.uncompiled`, this uses private names of torch (2.13).
 _offloaded_uncompiled: Any = torch._disable_dynamo(_offloaded)  # type: ignore[attr-defined]
 _offloaded_uncompiled._torchdynamo_disable = True
 _offloaded_uncompiled._torchdynamo_disable_msg = (

@@ -9,7 +9,7 @@ One step, of three layers; each line is a stream of a GPU::
 A layer's input is copied out beside the layer's own forward. Its memory is given back where the next offloaded layer
 begins: there compute waits for the copy, so that at most two inputs are on the device, and a layer that is shorter than its
 copy waits for it. The input of the last layer stays until backward, which needs it first. When backward comes to a layer, the
-copy back of the input of the one before it is started; the one before is that of the forward, whatever it was.
+copy back of the input of the one before it is started; the one before is the one that the forward had.
 
 The copies are made by torch's saved-tensor hooks. They are around the call of the checkpoint, and so see what it keeps. Inside
 of it they would replace the hooks that checkpointing is made of, and the layer would keep all that it computes. For the same
@@ -95,9 +95,9 @@ class ActivationOffload:
         return sum(device.pool.in_use for device in self._devices.values())
 
     def inputs(self) -> contextlib.AbstractContextManager[Any]:
-        """Have what one call of a checkpoint keeps wait for backward in host memory. To be entered around that call.
+        """Keep in host memory, until backward, what one call of a checkpoint saves. Enter it around that call.
 
-        It does nothing inside of another checkpoint, which keeps nothing of what is in it, in what backward computes again, and
+        It does nothing inside of another checkpoint, which keeps nothing of what is in it, in what backward recomputes, and
         where other hooks for saved tensors are in force.
 
         Raises (in the forward):
@@ -113,7 +113,7 @@ class ActivationOffload:
         return torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack)
 
     def _let_go(self) -> None:
-        """Let go of the device memory of what has been copied out."""
+        """Free the device memory of tensors that have been copied to the host."""
         on_device, self._on_device = self._on_device, []
         for ref in on_device:
             copy = ref()
@@ -180,7 +180,7 @@ class _OnDevice:
         return self.tensor._version != self.version
 
     def wait(self) -> torch.Tensor:
-        """Have the current stream, which computes with the tensor, wait for the copy; return the tensor."""
+        """Make the current stream, which computes with the tensor, wait for the copy; return the tensor."""
         if self.event is not None:
             # Hazards: reading what has not come back yet; and giving memory that is still read to the stream's next allocation.
             torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
@@ -253,7 +253,7 @@ class _Copy:
         self.live = weakref.ref(self.source)
 
     def let_go(self) -> None:
-        """Let go of the tensor whose copy this is."""
+        """Drop the tensor of which this is the copy."""
         if self.source is not None:
             # Compute has not waited for the copy so far: it may hold either value.
             self.was_changed |= self.source.was_changed
@@ -277,7 +277,7 @@ class _Kept:
 
     def take(self) -> torch.Tensor:
         self.ask()
-        there, self.there = self.there, None  # backward may come again: then from the host
+        there, self.there = self.there, None  # a second backward copies it from the host once more
         assert there is not None
         copy = self.copy
         if copy.was_changed or there.was_changed:

@@ -56,8 +56,8 @@ def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], m
         rnns = [m for m, *_ in unit.places if isinstance(m, nn.RNNBase)]
         for module in rnns:
             module._flat_weights, module._flat_weight_refs = [], []
-        for param, whole in plain:
-            _swap(param, whole)
+        for param, new in plain:
+            _swap(param, new)
         unit.flats.clear()  # this frees the shards and everything gathered
         unit.places.clear()
         for module in dict.fromkeys(rnns):
@@ -108,7 +108,7 @@ def _distribute(param: Any, entries: dict[str, Any], counters: frozenset[Any]) -
             and not is_counter(key, getattr(value, "shape", torch.Size()), counters)
         ):
             # State of any shape, as optimizers of full matrices keep it. Every rank has the full parameter, and so its state.
-            entries[key] = state_tree.mapped(value, lambda whole: replicated_like(param, whole))
+            entries[key] = state_tree.map_tensors(value, lambda full: replicated_like(param, full))
 
 
 def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:
@@ -118,7 +118,7 @@ def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:
     of the state, and replicas would silently differ.
 
     Args:
-        optimizer: which is hooked until state is loaded into it.
+        optimizer: the optimizer, which is hooked until state is loaded into it.
         rank: this rank, for the message.
         params: ids of the closed engine's parameters. Weak references would keep them from being sharded again.
     """
@@ -151,34 +151,34 @@ def _check(unit: Unit) -> None:
 
 
 def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: torch.Tensor | None) -> nn.Parameter:
-    param, leaf, name = flat.params[index], flat.unsharded_params[index], flat.layout.slots[index].name
+    param, unsharded_param, name = flat.params[index], flat.unsharded_params[index], flat.layout.slots[index].name
     with torch.inference_mode(False), torch.no_grad():
         # Cloned, because saving a view would save the memory of the full unit.
         values = flat.as_given(flat.view(full, index).clone(), index)
         with torch._C.DisableTorchFunctionSubclass():
             wants = param.requires_grad
-        whole = nn.Parameter(values, requires_grad=wants)
+        plain = nn.Parameter(values, requires_grad=wants)
         if grad is not None:
-            whole.grad_dtype = grad.dtype
-            whole.grad = flat.as_given(grad.clone(), index)
-    copy_attributes(param, whole)
+            plain.grad_dtype = grad.dtype
+            plain.grad = flat.as_given(grad.clone(), index)
+    copy_attributes(param, plain)
     # The dicts themselves, so that users' handles still remove their hooks.
-    hooks: Any = leaf._backward_hooks
+    hooks: Any = unsharded_param._backward_hooks
     if hooks:
-        whole._backward_hooks = hooks
+        plain._backward_hooks = hooks
     post = unit.post_hooks.get(name)
     if post:
-        whole._post_accumulate_grad_hooks = post  # type: ignore[attr-defined]
-    return whole
+        plain._post_accumulate_grad_hooks = post  # type: ignore[attr-defined]
+    return plain
 
 
-def _swap(param: ShardTensor, whole: nn.Parameter) -> None:
+def _swap(param: ShardTensor, plain: nn.Parameter) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         set_own_grad(param, None)
-        hooks: Any = whole._backward_hooks
-        torch.utils.swap_tensors(param, whole)
+        hooks: Any = plain._backward_hooks
+        torch.utils.swap_tensors(param, plain)
         # swap_tensors leaves backward hooks with the Python object: those are the engine's own, and the next engine would
         # take them for the user's.
         param._backward_hooks = hooks
-    # The ShardTensor is the object `whole` now, which goes away.
+    # The ShardTensor is the object `plain` now, which goes away.
     assert not isinstance(param, ShardTensor)

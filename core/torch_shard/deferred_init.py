@@ -15,7 +15,7 @@ __all__ = ["from_files"]
 
 
 def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Have :func:`shard` fill a model that is on the meta device from a full checkpoint. Not collective.
+    """Make :func:`shard` fill a model that is on the meta device from a full checkpoint. Not collective.
 
     Each rank then reads its shards of the parameters and nothing else, so that no rank's memory ever holds more of the model
     than that. Buffers that the checkpoint has are read now. Those that it does not have (non-persistent ones) stay as they are;
@@ -25,8 +25,8 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     For models of transformers use ``accelerate_shard.from_pretrained``, which knows their names, dtypes and ties.
 
     Args:
-        model: with its parameters on the meta device, ``with torch.device("meta"): model = MyModel()``. Values are converted to
-            the floating-point dtypes that they have here.
+        model: a model with its parameters on the meta device, ``with torch.device("meta"): model = MyModel()``. Values are
+            converted to the floating-point dtypes that they have here.
         path: a safetensors file, a folder with ``model.safetensors`` or ``model.safetensors.index.json``, or a file of
             ``torch.save`` with a state dict; as for :meth:`Engine.load`.
 
@@ -48,14 +48,16 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     missing, unexpected = live.keys() - values.keys(), values.keys() - live.keys()
     problems = [text for name in live.keys() & values.keys() for text in _problem(name, values[name], live[name])]
     refuse_mismatches(file.path, sorted(missing), sorted(unexpected), sorted(problems))
-    marks = {place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.marks().items()}
+    checksums = {
+        place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.checksums().items()
+    }
     buffers = {id(b) for b in model.buffers()}
     for name, tensor in live.items():
         found = values[name]
         if id(tensor) in buffers:
             _set_buffer(model, name, found.to(tensor.dtype, copy=True))
         elif isinstance(tensor, nn.Parameter):  # of several names the last one counts, as in load_state_dict()
-            defer(tensor, Deferred(lambda found=found: found, f"{name} of {marks[file.file_of(name)]}"))  # type: ignore[misc]
+            defer(tensor, Deferred(lambda found=found: found, f"{name} of {checksums[file.file_of(name)]}"))  # type: ignore[misc]
 
 
 def _problem(name: str, found: object, live: object) -> Iterator[str]:

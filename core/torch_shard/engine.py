@@ -31,7 +31,7 @@ from .unshard import gathered as _gathered
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from .checkpoint.sharded.async_save import PendingSave
-    from .checkpoint.sharded.host_snapshot import Staging
+    from .checkpoint.sharded.host_snapshot import SnapshotMemory
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
     """
 
     _pending: PendingSave | None = None  # the last asynchronous save
-    _staging: Staging | None = None  # the host memory that such saves copy to
+    _staging: SnapshotMemory | None = None  # the host memory that such saves copy to
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)
@@ -137,7 +137,7 @@ class Engine:
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:
-        """Have the backward inside reduce gradients, and what was accumulated, though its forward ran under :meth:`no_sync`.
+        """Make the backward inside reduce gradients, and what was accumulated, though its forward ran under :meth:`no_sync`.
 
         For several forwards with a backward each afterwards. Not collective, but all ranks must use it alike.
         """
@@ -150,7 +150,7 @@ class Engine:
             runtime.require_sync, runtime.forward_sync = before
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` reduce gradients in place of the engine, from the next backward on. Collective.
+        """Make `hook` reduce gradients in place of the engine, from the next backward on. Collective.
 
         The signatures are those of torch's FullyShardedDataParallel, whose hooks run unchanged (those that compress need a
         GPU). The hook is called during backward with each unit's gradients, once for each dtype in the unit, in one order on
@@ -222,7 +222,7 @@ class Engine:
 
     # -- optimizers ---------------------------------------------------------------------------------------------
     def attach(self, optimizer: Any) -> None:
-        """Have the engine see the steps of an optimizer that torch's step hooks don't see. Not collective.
+        """Make the engine see the steps of an optimizer that torch's step hooks don't see. Not collective.
 
         Those hooks see every ``torch.optim.Optimizer`` whose ``__init__`` has run. Only an optimizer that skips it, or is of
         another class altogether, needs this call, which replaces the object's ``step``.
@@ -237,7 +237,7 @@ class Engine:
         self._watch.attach(optimizer)
 
     def step_in_backward(self, optimizer: Any) -> None:
-        """Have `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
+        """Make `optimizer` step during every backward from now on: each unit as soon as its gradients are reduced.
 
         Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step,
         with the learning rates of that moment. ``optimizer.step()`` may stay where it is: it finds gradients only of
@@ -252,7 +252,7 @@ class Engine:
         Call on all ranks; not collective.
 
         Args:
-            optimizer: of an element-wise class (:mod:`torch_shard.optim`); None ends it.
+            optimizer: an optimizer of an element-wise class (:mod:`torch_shard.optim`); None ends the steps in backward.
 
         Raises:
             ConfigError: the optimizer is of another kind, lists a parameter twice, or holds parameters of another sharded
@@ -274,7 +274,7 @@ class Engine:
         device: torch.device | str | None = None,
         grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Have the modules hold full, plain parameters inside. Collective, on entering and on leaving.
+        """Make the modules hold full, plain parameters inside. Collective, on entering and on leaving.
 
         A forward and backward inside reduce gradients as usual if all ranks have the values on the mesh's device (no `ranks`,
         `device` or `grads`) and the units compute in the dtype that they are stored in. Under ``ShardConfig.precision`` the
@@ -287,8 +287,8 @@ class Engine:
             target: a module, a parameter, or several; everything by default. Units are gathered as a whole.
             write: keep what is changed inside. With `ranks`, the lowest of them decides for all. An exception inside
                 writes nothing, on any rank.
-            ranks: which ranks get the values, all by default; the others take part and keep their shards.
-            device: where the values are, for example ``"cpu"``; the mesh's device by default.
+            ranks: the ranks that get the values, all by default; the others take part and keep their shards.
+            device: the device of the values, for example ``"cpu"``; the mesh's device by default.
             grads: `.grad` of the parameters holds the full gradients; with `write` they are kept, too.
 
         Raises:
@@ -353,7 +353,7 @@ class Engine:
     def optim_state_dict(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = True) -> dict[str, Any]:
         """Return full optimizer state by parameter name, on the CPU. Collective.
 
-        ``optimizer.state_dict()`` gives what this rank has: shards of the state, and of optimizers that step on whole matrices
+        ``optimizer.state_dict()`` gives what this rank has: shards of the state, and of optimizers that step on full matrices
         (:mod:`torch_shard.optim`) the state of those that this rank owns.
 
         Args:
@@ -406,9 +406,9 @@ class Engine:
                 are not looked at.
             models: further sharded models by name: engines, or modules given to :func:`torch_shard.shard`. An optimizer may
                 hold the parameters of several of them.
-            keep: when this checkpoint is complete, delete the oldest ones beside it, so that this many remain with it. The
-                name needs a number, as in ``step-100``. Only directories with a manifest whose names differ in that number
-                alone count.
+            keep: the number of checkpoints that remain, this one included: the oldest ones beside it are deleted when it is
+                complete. The name needs a number, as in ``step-100``. Only directories with a manifest whose names differ in that
+                number alone count.
             asynchronous: return when everything has been copied to host memory; threads write the files while training goes
                 on. The memory, as much as this rank holds of parameters and optimizer state, is kept for the next save until
                 :meth:`close`. The next :meth:`save`, :meth:`load`, :meth:`finish_saving` or :meth:`close`, and the end of the
@@ -470,13 +470,14 @@ class Engine:
         its other files are kept.
 
         Args:
-            path: of the torch file, of one safetensors file (``.safetensors``), or of the directory.
+            path: the torch file, one safetensors file (``.safetensors``), or the directory.
             optimizer: one, several in a list, or a dict of them by name; torch files only.
             extra: plain Python objects and tensors; rank 0's are saved; torch files only.
             format: ``"torch"`` or ``"safetensors"``. By default the name decides: safetensors for ``.safetensors``, for a
                 directory that exists and for a name without a suffix of letters; else torch.
-            dtype: what the model's floating-point entries become in the file; None leaves them as they are.
-            max_shard_size: of safetensors files in a directory: bytes, or text such as ``"5GB"``. One tensor is never divided.
+            dtype: the dtype of the model's floating-point entries in the file; None leaves them as they are.
+            max_shard_size: the limit of safetensors files in a directory, in bytes or as text such as ``"5GB"``. A tensor is
+                never divided.
 
         Raises:
             CheckpointError: on all ranks: the path can't be written, the disk is full, what is at the path would be lost, or
@@ -512,10 +513,10 @@ class Engine:
 
         Args:
             path: a directory, or a file; every rank must see the same one.
-            optimizer: as for :meth:`save`; None leaves optimizers alone.
+            optimizer: one or several, as :meth:`save` takes them; None leaves optimizers alone.
             dtype: convert floating-point entries to this dtype where the model has it and the checkpoint another one. Without it
                 that is an error.
-            models: as for :meth:`save`.
+            models: further models, as :meth:`save` takes them.
 
         Returns:
             The `extra` that was saved, on every rank; None where there is none.

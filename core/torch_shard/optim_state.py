@@ -115,7 +115,7 @@ def _sharded(
     state = matrix_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
     if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
         state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
-    state = state_tree.mapped(state, lambda tensor: copied(tensor, offload))
+    state = state_tree.map_tensors(state, lambda tensor: copied(tensor, offload))
     return _renamed({**taken, "state": state}, dict(enumerate(names)), what, engine.rank)
 
 

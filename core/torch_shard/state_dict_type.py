@@ -146,7 +146,7 @@ _as_shards: contextvars.ContextVar[bool] = contextvars.ContextVar("models give S
 
 @contextlib.contextmanager
 def as_shards() -> Iterator[None]:
-    """Have models for which a form is set give ``SHARDED_STATE_DICT`` in this block, whatever that form is."""
+    """Make models for which a form is set give ``SHARDED_STATE_DICT`` in this block, whatever that form is."""
     token = _as_shards.set(True)
     try:
         yield

@@ -12,7 +12,7 @@ import torch
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.frontend import agree, param_name
-from torch_shard.frontend.checkpoint import mapped
+from torch_shard.frontend.checkpoint import map_shards
 
 from .full import on_meta
 
@@ -32,7 +32,7 @@ def gather_shards(engine: Engine, tree: Any) -> Any:
         found = full_tensor(shard, engine.device)
         return found.cpu() if first else on_meta(shard)
 
-    return mapped(tree, gather)
+    return map_shards(tree, gather)
 
 
 def full_tensor(shard: ShardTensor, device: torch.device) -> torch.Tensor:
@@ -49,5 +49,5 @@ def shard_names(tree: Any) -> list[str]:
         found.append(param_name(shard))
         return shard
 
-    mapped(tree, note)
+    map_shards(tree, note)
     return found

@@ -163,7 +163,7 @@ def read_file(
     in verifying the file. Each rank reads all of a file at a URL, in torch's format of before 1.6, or of a user's own plugin.
 
     Args:
-        path: of the file.
+        path: the file.
         checkpoint_io: the plugin that reads what can't be mapped.
         maps: True if the plugin reads with torch.load alone and replaces files as a whole, so that mapping gives the same.
         weights_only: see :func:`.safe_load.load_safely`.

@@ -16,7 +16,7 @@ from torch_shard.log import logger
 
 __all__ = ["classes_to_allow", "load_safely"]
 
-# Of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
+# Parts of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
 _NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
 _REFUSED = ("GLOBAL", "Unsupported", "unsupported", "unrecognized", "Can only")
 
@@ -26,8 +26,8 @@ def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | Non
 
     Args:
         load: a function that reads it with the ``weights_only`` that it is given.
-        path: for messages.
-        weights_only: what the user asked for. None is the safe loader, which then also accepts the harmless classes of which
+        path: the file's path, for messages.
+        weights_only: the user's choice. None is the safe loader, which then also accepts the harmless classes of which
             hyper-parameters are made.
 
     Raises:

@@ -123,11 +123,11 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
             except Exception as error:
                 failure = error
         # Without this the other ranks would wait in the barrier that follows until the process group's timeout.
-        said = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
+        error_text = self.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        if said is not None:
-            raise OSError(f"rank 0 could not {what}: {said}")
+        if error_text is not None:
+            raise OSError(f"rank 0 could not {what}: {error_text}")
 
 
 def existing(path: Any) -> Any:
@@ -157,9 +157,9 @@ def _run_on_all_ranks(function: Callable[[], T]) -> T:
     except Exception as problem:
         error = problem
     if dist.is_available() and dist.is_initialized():
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if error is None else f"{type(error).__name__}: {error}")
-        for rank, problem_there in enumerate(said):
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+        for rank, problem_there in enumerate(errors):
             if error is None and problem_there is not None:
                 raise CheckpointError(f"rank {rank} has failed: {problem_there}")
     if error is not None:

@@ -21,9 +21,9 @@ from torch_shard.errors import ConfigError, StateDictError
 from torch_shard.frontend import load_optim_state_dict, with_shard
 from torch_shard.frontend.checkpoint import (
     EXTRA,
+    EXTRA_SHARDS,
     MODEL,
     OPTIMIZER,
-    SLICED,
     Contents,
     Source,
     each,
@@ -80,9 +80,9 @@ def contents_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     if states:  # an empty list stays: it says that there was no optimizer, and not that its state is missing
         del rest["optimizer_states"]
         contents[OPTIMIZER] = states[0] if len(states) == 1 else {str(n): state for n, state in enumerate(states)}
-    contents[EXTRA], sliced = split(rest)
-    if sliced:
-        contents[SLICED] = sliced
+    contents[EXTRA], extra_shards = split(rest)
+    if extra_shards:
+        contents[EXTRA_SHARDS] = extra_shards
     return contents
 
 
@@ -142,11 +142,11 @@ def read_folder(
     """Return a sharded checkpoint, of this package or of Lightning's other strategies, as the Trainer's dict. Collective.
 
     Args:
-        engine: of the model.
-        folder: of the checkpoint.
+        engine: the model's engine.
+        folder: the checkpoint's folder.
         with_state: True if the optimizers' state will be loaded, too.
         weights_only: see :func:`.safe_load.load_safely`.
-        version: of Lightning, for checkpoints that have none.
+        version: Lightning's version, for checkpoints that have none.
     """
     found, rest = read_parts(engine, folder, (), weights_only, named_state=with_state)
     checkpoint = {**rest, "state_dict": found.model}
@@ -188,7 +188,7 @@ def read_parts(
     meta = each(engine, "loading a checkpoint", beside)
     found = read_contents(engine, folder, optimizers, named_state=named_state, models=models, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
-    rest = joined(rest, found.sliced)
+    rest = joined(rest, found.extra_shards)
     return found, rest
 
 

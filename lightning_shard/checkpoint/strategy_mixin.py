@@ -212,7 +212,7 @@ class CheckpointMixin(SavingMixin):
 
     # -- names that ModelCheckpoint may take --------------------------------------------------------------------------
     def _show_pending(self, callbacks: list[Any]) -> None:
-        """Have each ModelCheckpoint choose the names that it would choose without a save in the background."""
+        """Make each ModelCheckpoint choose the names that it would choose without a save in the background."""
         for callback in callbacks if self._settings.async_save else ():
             if isinstance(callback, self._private.ModelCheckpoint) and "file_exists" not in vars(callback):
                 callback.file_exists = functools.partial(self._will_exist, callback.file_exists)

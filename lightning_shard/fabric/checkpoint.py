@@ -47,7 +47,7 @@ class FabricCheckpointMixin(SavingMixin):
 
     @contextlib.contextmanager
     def _coordinated_by(self, objects: Iterable[Any]) -> Iterator[None]:
-        """Have the ranks coordinate through the engine of the first sharded module among `objects`, if there is one."""
+        """Make the ranks coordinate through the engine of the first sharded module among `objects`, if there is one."""
         engines = [engine_of(inner(obj)) for obj in objects if isinstance(obj, nn.Module)]
         self._coordinator = next((engine for engine in engines if engine is not None), None)
         try:
@@ -62,11 +62,11 @@ class FabricCheckpointMixin(SavingMixin):
         """Write modules, optimizers, what else has a ``state_dict()``, and plain objects. Collective; a failure is raised on all.
 
         Args:
-            path: of the file or folder; rank 0's counts.
+            path: the file or folder; rank 0's path counts.
             state: the objects by the user's keys. Without a sharded module they become one file in any case. ShardTensors, as in
                 ``model.state_dict()``, become full tensors.
-            storage_options: for the plugin that writes single files.
-            filter: by key, a function that chooses which entries of a state dict are saved. For a file rank 0 calls it; for a
+            storage_options: options for the plugin that writes single files.
+            filter: functions by key that choose which entries of a state dict are saved. For a file rank 0 calls them; for a
                 folder all ranks do, only for modules' entries, which are ShardTensors of global shape then.
 
         Raises:
@@ -180,7 +180,7 @@ class FabricCheckpointMixin(SavingMixin):
         Each rank reads only its own shards of a folder or of a file that can be mapped.
 
         Args:
-            path: of a checkpoint of this strategy, ``ddp`` or another one; rank 0's counts.
+            path: a checkpoint of this strategy, ``ddp`` or another one; rank 0's path counts.
             state: a dict of objects to restore in place; a module or an optimizer, where that is all there is in the file; None
                 for everything (of a file).
             strict: every key of `state` must be in the checkpoint, and each module's entries must match.

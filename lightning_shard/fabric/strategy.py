@@ -34,14 +34,15 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
     """Trains under Fabric with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
-        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
+        config: the settings of sharding; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
             as in ``ShardFabricStrategy(strategy="shard_grad_op", prefetch=2)``.
-        accelerator: as for every strategy of Fabric; normally given by Fabric.
-        parallel_devices: likewise.
-        cluster_environment: likewise.
-        checkpoint_io: likewise.
-        precision: a plugin, likewise. With ``bf16-mixed`` and ``16-mixed`` parameters that autocast casts are gathered in
-            its dtype, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
+        accelerator: the accelerator, which Fabric normally gives.
+        parallel_devices: the devices of this node's ranks, which Fabric normally gives.
+        cluster_environment: the cluster's environment, which Fabric normally gives.
+        checkpoint_io: the plugin that reads and writes files, which Fabric normally gives.
+        precision: the precision plugin, which Fabric normally gives. With ``bf16-mixed`` and ``16-mixed``
+            parameters that autocast casts are gathered in its dtype, unless `config` has a ``precision`` of its own
+            (``Precision()``: autocast alone).
         **settings: the fields of :class:`~lightning_shard.strategy.settings.StrategySettings` and of ``ShardConfig``.
 
     Raises:
@@ -133,7 +134,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         return ForwardModule(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Have the engines see the steps of an optimizer of whatever class, and return it.
+        """Make the engines see the steps of an optimizer of any class, and return it.
 
         An optimizer may hold parameters of several modules that were set up one by one. Its step is one step over all of them.
         """

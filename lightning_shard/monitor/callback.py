@@ -45,7 +45,7 @@ class MonitorMixin:
             at each logged step and optimizer.
         threshold: the share of a step that may be spent waiting for gathers and reductions; 1 turns the warning off.
         warm_up: the first steps of the run, which don't count for the warning.
-        patience: how many steps in a row must be above the threshold.
+        patience: the number of steps in a row that must be above the threshold.
         summary: print the line at the end of each epoch.
 
     Raises:
@@ -105,7 +105,7 @@ class MonitorMixin:
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Take the norms of gradients before they are clipped. Collective at steps that are logged."""
-        # Whether a logger is there, or somebody has asked to stop, may differ between the ranks; this does not.
+        # Whether a logger is there, or a stop was asked for, may differ between the ranks; this does not.
         if self.grad_norms and self._engine is not None and logs_this_step(trainer):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             number = next((i for i, o in enumerate(trainer.optimizers) if o is optimizer), -1)
@@ -151,7 +151,7 @@ class MonitorMixin:
         )
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let go of the engine."""
+        """Drop the engine."""
         if self._engine is not None:
             self._engine.time_waiting(False)
         self._forget()

@@ -18,9 +18,9 @@ def hints(engine: Engine, step: Window, trainer: Any) -> list[str]:
     """Return settings with which training would wait less, in the order in which to try them. Not collective.
 
     Args:
-        engine: of the model.
+        engine: the model's engine.
         step: the figures of a step like those that wait.
-        trainer: whose arguments are looked at.
+        trainer: the Trainer whose arguments are looked at.
     """
     config, units = engine.config, engine.plan.units
     found: list[str] = []

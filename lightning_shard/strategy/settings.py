@@ -33,7 +33,7 @@ class StrategySettings:
 
     Args:
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default the device's own.
-        timeout: of the process group, and so how long a rank waits for a missing partner before it raises
+        timeout: the timeout of the process group, which is also the time that a rank waits for a missing partner before it raises
             :class:`~torch_shard.errors.MissingRankError`; after half a minute a warning says what is waited for. A ``timeout``
             in `config` other than the default fails sooner.
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` are for notebooks and tests.

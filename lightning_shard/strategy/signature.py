@@ -20,15 +20,15 @@ def show_settings(strategy: Any, **defaults: Any) -> None:
     defaults would undo what `config` says. `defaults` are those of StrategySettings' fields that differ for this strategy.
     """
     signature = inspect.signature(strategy.__init__)
-    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    visible = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     for settings in (StrategySettings, ShardConfig):
         hints = get_type_hints(settings)
         own = settings is StrategySettings
         for field in dataclasses.fields(settings):  # type: ignore[arg-type]
             # Both have a `timeout`, and `precision` is Fabric's plugin; ShardConfig's own are set in `config`.
-            if any(p.name == field.name for p in shown):
+            if any(p.name == field.name for p in visible):
                 continue
-            shown.append(
+            visible.append(
                 inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
@@ -36,4 +36,4 @@ def show_settings(strategy: Any, **defaults: Any) -> None:
                     annotation=hints[field.name] if own else hints[field.name] | None,
                 )
             )
-    strategy.__init__.__signature__ = signature.replace(parameters=shown)
+    strategy.__init__.__signature__ = signature.replace(parameters=visible)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_shard.frontend import group_timeout, meet
+from torch_shard.frontend import group_timeout, wait_for_all
 
 from .._private import MixinBase
 
@@ -56,4 +56,4 @@ class BarrierMixin(MixinBase):  # type: ignore[misc]
         engine = self.engine_or_none
         everyone = group in (None, dist.group.WORLD)  # a group of the user's own may lack some ranks
         if everyone and engine is not None and engine.world_size > 1 and not self._failed:
-            meet(engine, group_timeout(self.root_device), what)
+            wait_for_all(engine, group_timeout(self.root_device), what)

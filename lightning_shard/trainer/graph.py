@@ -14,7 +14,7 @@ __all__ = ["gather_to_trace", "leave_tracing"]
 
 
 def gather_to_trace(loggers: Iterable[Any], strategy: Any) -> None:
-    """Have loggers' ``log_graph``, which all ranks call, hold full parameters on rank 0 meanwhile. Not collective by itself."""
+    """Make loggers' ``log_graph``, which all ranks call, hold full parameters on rank 0 meanwhile. Not collective by itself."""
     for each in loggers:
         if traces_graph(each) and "log_graph" not in vars(each):
             each.log_graph = functools.partial(_log_graph, each.log_graph, strategy)

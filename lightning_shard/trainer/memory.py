@@ -12,7 +12,7 @@ from torch_shard.frontend import free_host_bytes
 
 __all__ = ["fits_on_every_rank", "full_bytes"]
 
-# Of what is available now. The rest is for what other processes, and the gathering itself, take meanwhile.
+# The share of the memory available now. The rest is for other processes, and for the gathering itself.
 _SHARE = 0.5
 
 
@@ -26,8 +26,8 @@ def fits_on_every_rank(
     """Return True if every rank can hold full parameters, optimizer state and averages. Collective.
 
     Args:
-        engine: of the model.
-        optimizers: those whose state is gathered too.
+        engine: the model's engine.
+        optimizers: the optimizers whose state is gathered, too.
         ranks_here: the number of ranks that share this node's memory.
         reduce: a function that sums a tensor over the ranks.
         averages: averages of the parameters.

@@ -1,4 +1,5 @@
-"""A module is in one run at a time. A run within a run would unshard it at its end, and the outer run train on unreduced."""
+"""A guard against nested runs of one module: the inner run would unshard it at its end, and the outer one would train without
+reductions."""
 
 from __future__ import annotations
 

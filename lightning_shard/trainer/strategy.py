@@ -51,14 +51,15 @@ class TrainerStrategyMixin(
     """Trains with parameters, gradients and optimizer state sharded over the ranks; otherwise as DDP does.
 
     Args:
-        config: how to shard; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
+        config: the settings of sharding; keyword arguments that are fields of :class:`~torch_shard.ShardConfig` change it on top,
             as in ``ShardStrategy(strategy="shard_grad_op", prefetch=2)``.
-        accelerator: as for every strategy of Lightning; normally given by the Trainer.
-        parallel_devices: likewise.
-        cluster_environment: likewise.
-        checkpoint_io: likewise.
-        precision_plugin: likewise. With ``bf16-mixed`` and ``16-mixed`` parameters that autocast casts are gathered in
-            its dtype, unless `config` has a ``precision`` of its own (``Precision()``: autocast alone).
+        accelerator: the accelerator, which the Trainer normally gives.
+        parallel_devices: the devices of this node's ranks, which the Trainer normally gives.
+        cluster_environment: the cluster's environment, which the Trainer normally gives.
+        checkpoint_io: the plugin that reads and writes files, which the Trainer normally gives.
+        precision_plugin: the precision plugin, which the Trainer normally gives. With ``bf16-mixed`` and ``16-mixed``
+            parameters that autocast casts are gathered in its dtype, unless `config` has a ``precision`` of its own
+            (``Precision()``: autocast alone).
         unshard_at_end: give the full, plain module (and optimizer state) back on every rank when a run ends, as DDP
             does. By default where it fits in memory; else the module stays sharded and the log says so. After a run that gave it
             back ``trainer.save_checkpoint`` writes one file, whatever ``state_dict_type`` is.

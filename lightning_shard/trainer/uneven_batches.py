@@ -98,7 +98,7 @@ class EvaluationMixin(MixinBase):  # type: ignore[misc]
             return
         agree(engine, f"the first batch of the {step} loop")
         trainer = self.lightning_module.trainer
-        # Of each dataloader, since the Trainer reduces what was logged where one ends.
+        # This is done for each dataloader, since the Trainer reduces what was logged where one ends.
         numbers = [float(number) for number in _numbers_of_batches(trainer)]
         key = zlib.crc32(repr(numbers).encode())
         bounds = torch.tensor([key, -key], dtype=torch.float64, device="cpu").to(engine.device)

@@ -128,9 +128,9 @@ def unshard(callbacks: Iterable[Any], module: nn.Module, private: Private, devic
     """Make the copies full and plain again, in place. Collective.
 
     Args:
-        callbacks: all of the Trainer.
+        callbacks: all callbacks of the Trainer.
         module: the module that was copied, and is plain again.
-        private: of its namespace.
+        private: the private names of Lightning's namespace.
         device: the device over which shards are gathered.
     """
     for _, copy in copies(callbacks, private):

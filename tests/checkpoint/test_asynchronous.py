@@ -21,6 +21,7 @@ from tests.support.odd_model import Net
 from tests.support.ranks import ranks
 from tests.support.run_python import run_python
 from torch_shard.checkpoint.sharded import save as sharded_save
+from torch_shard.checkpoint.sharded.host_snapshot import SnapshotMemory
 from torch_shard.errors import CheckpointError, MissingRankError, ShardError
 
 ROOT = Path(__file__).parents[2]
@@ -247,6 +248,21 @@ def test_a_program_that_ends_loses_nothing(kind, tmp_path):
     _model, engine, optimizer = build(seed=1, model=Net)
     load(engine, tmp_path / "c", optimizer)
     same(whole(engine, optimizer), torch.load(tmp_path / "expected", weights_only=True))
+
+
+def test_memory_of_a_snapshot_is_used_again():
+    staging = SnapshotMemory()
+    first = [torch.randn(1000), torch.randn(3, 5).t(), torch.tensor(2), torch.empty(0), torch.ones(7, dtype=torch.bool)]
+    copies = staging.snapshot([*first, first[0]])
+    same(copies, [*first, first[0]])
+    assert copies[0].data_ptr() == copies[-1].data_ptr() != first[0].data_ptr()
+    kept, held = copies[0].data_ptr(), staging.nbytes
+    second = [t.clone() + 1 if t.dtype != torch.bool else ~t for t in first]
+    copies = staging.snapshot(second)
+    same(copies, second)
+    assert copies[0].data_ptr() == kept and staging.nbytes == held
+    staging.free()
+    assert staging.nbytes == 0
 
 
 @pytest.mark.exhaustive

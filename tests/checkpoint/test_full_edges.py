@@ -23,7 +23,7 @@ from torch_shard.checkpoint.format.safetensors import SafetensorsWriter
 from torch_shard.checkpoint.format.torch_file import TorchFileWriter
 from torch_shard.checkpoint.full import save
 from torch_shard.checkpoint.full.open_files import is_full
-from torch_shard.checkpoint.sharded.host_snapshot import Staging
+from torch_shard.checkpoint.sharded.host_snapshot import SnapshotMemory
 from torch_shard.errors import CheckpointError, StateDictError
 
 NONCE = "0123456789abcdef"
@@ -66,7 +66,7 @@ def test_conjugates_are_no_tied_tensors(tmp_path):
     with contextlib.closing(TorchFileWriter(tmp_path / "small.pt", views())):
         pass
     found = torch.load(tmp_path / "small.pt", weights_only=True)
-    copies = Staging().snapshot(list(views().values()))
+    copies = SnapshotMemory().snapshot(list(views().values()))
     for (name, value), copy in zip(expected.items(), copies, strict=True):
         assert torch.equal(found[name], value) and torch.equal(copy, value), name
 

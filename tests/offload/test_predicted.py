@@ -85,7 +85,7 @@ def test_where_codes_are_gathered_the_copies_are_codes(rank, tmp_path, offload, 
     assert sum(made) == b.host_at_setup - staged(training.engine)
     flats = [flat for unit in training.engine.units for flat in unit.flats]
     assert sum(flat.host._resident.nbytes for flat in flats if not offload.params) == b.device
-    quantized = [flat for flat in flats if flat.code is not None]
+    quantized = [flat for flat in flats if flat.quantizer is not None]
     kept = [flat.host._cast if offload.params else flat.host._resident for flat in quantized]
     elements = sum(flat.memory.numel() for flat in quantized)
     assert sum(tensor.nbytes for tensor in kept) == pytest.approx(

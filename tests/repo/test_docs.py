@@ -114,9 +114,9 @@ def test_the_commands_of_the_readme_are_targets_of_the_makefile():
     assert asked <= targets, asked - targets
 
 
-def test_the_tests_that_the_readme_names_exist():
+def test_the_tests_that_the_comparison_names_exist():
     sources = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "tests").glob("**/test_*.py"))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
     named = re.findall(r"`(test_\w+)`", text)
     assert named
     assert [n for n in named if f"def {n}(" not in sources] == []

@@ -38,7 +38,7 @@ def broadcast_coalesced(
     collectives: Collectives,
     tensors: list[torch.Tensor],
     what: str,
-    met: bool = False,
+    arrived: bool = False,
     within_data_parallel: bool = False,
 ) -> None:
     """Overwrite `tensors` on all ranks with the values of rank 0, in one broadcast per dtype. Collective.
@@ -47,17 +47,17 @@ def broadcast_coalesced(
         collectives: the collectives of the engine.
         tensors: the tensors to overwrite, in the same order on all ranks.
         what: the name of the operation, for error messages.
-        met: True if every rank is known to have come here already.
+        arrived: True if all ranks are known to have reached this call.
         within_data_parallel: take the values of the first rank of this rank's data-parallel group instead of rank 0's, see
             :mod:`torch_shard.layout.rank_topology`.
     """
     c = collectives
     if (c.data_parallel_size if within_data_parallel else c.world) > 1:
-        broadcast(c, coalesce(c, tensors), what, met, within_data_parallel)
+        broadcast(c, coalesce(c, tensors), what, arrived, within_data_parallel)
 
 
 def broadcast(
-    collectives: Collectives, coalesced: Coalesced, what: str, met: bool = False, within_data_parallel: bool = False
+    collectives: Collectives, coalesced: Coalesced, what: str, arrived: bool = False, within_data_parallel: bool = False
 ) -> None:
     """Broadcast the result of :func:`coalesce`, as :func:`broadcast_coalesced` does. Collective."""
     c = collectives
@@ -67,7 +67,7 @@ def broadcast(
     divided = within_data_parallel and c.topology.data_parallel_groups > 1
     channel = c.reduce_channel if divided and c.reduce_channel is not None else c.watchdog.channels["reduce"]
     first = min(channel.members)
-    if not met:
+    if not arrived:
         c.watchdog.host_barrier(what)
     with torch.no_grad():
         for group, flat, in_place in coalesced:

@@ -322,13 +322,13 @@ class Collectives:
             # A backward that fails drops its reductions, but the buffers that they still read and write must live.
             channel.groups.buffers[work] = (grad, received)
             pending = self._track(channel, what, work, self.reduce_stream)
-            across = f"{what}, between replicas"
+            inter_replica = f"{what}, between replicas"
             if self.replica_channel is not None and self.reduce_stream is not None:
                 # The stream orders both collectives, so the host need not wait for the reduce-scatter.
-                pending = self.followed(pending, self.all_reduce_across(received, across))
+                pending = self.followed(pending, self.all_reduce_between_replicas(received, inter_replica))
             reduction = Reduction(self, grad, received, pending, begun, streams)
             if self.replica_channel is not None and self.reduce_stream is None:
-                reduction.send_across(across)
+                reduction.queue_inter_replica(inter_replica)
             return reduction
 
     def all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
@@ -342,7 +342,7 @@ class Collectives:
         channel.groups.buffers[work] = tensor
         return self._track(channel, what, work, self.reduce_stream)
 
-    def all_reduce_across(self, own: torch.Tensor, what: str) -> Pending:
+    def all_reduce_between_replicas(self, own: torch.Tensor, what: str) -> Pending:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
         assert self.replica_channel is not None
         self.send_waiting()
@@ -358,7 +358,7 @@ class Collectives:
     def send_waiting(self) -> None:
         """Begin the inter-replica all-reduces of all waiting reductions, which come before the next collective there."""
         while self.waiting:
-            self.waiting[0].go_across()
+            self.waiting[0].begin_inter_replica()
 
     # -- matrices that one rank steps -----------------------------------------------------------------------------------------
     def all_to_all(

@@ -70,7 +70,7 @@ class CommHook:
             else:
                 # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
                 result = result.to(grad.dtype) / c.topology.replicas
-                pending = c.all_reduce_across(result, "the mean of the replicas' gradients")
+                pending = c.all_reduce_between_replicas(result, "the mean of the replicas' gradients")
             # The result is `total`, and not given back for reuse: the hook may have kept it.
             return Reduction(c, grad, result, pending, total=result)
 

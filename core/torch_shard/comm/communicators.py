@@ -37,7 +37,7 @@ def connect(
     Args:
         group: the process group over the engine's ranks; None for one rank alone without any process group.
         device: the device of this rank.
-        topology: how the ranks share the parameters.
+        topology: the division of the ranks into shard groups and replica groups.
         timeout: seconds that a rank waits for the others.
         single_communicator: True if gathers and reductions share a communicator.
         secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
@@ -59,7 +59,8 @@ def connect(
     all_ranks = range(topology.world)
     gather = watchdog.add(Channel("all-gather", groups, all_ranks))
     reduce = watchdog.add(Channel("reduce", groups, all_ranks, shares=gather if single_communicator else None))
-    # For small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack its partner.
+    # This group is for small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack
+    # its partner.
     watchdog.add(Channel("control", groups, all_ranks, backend="gloo" if groups.key else None))
     scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else None
     scalar = watchdog.add(Channel("scalar", groups, all_ranks, backend=scalars))

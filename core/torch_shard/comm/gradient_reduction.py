@@ -35,13 +35,13 @@ class Reduction:
     pending: Pending
     begun: Any = None  # CUDA: an event recorded when this rank's own gradients are ready
     streams: Sequence[Any] = ()  # CUDA: the streams that wrote to `grad`
-    across: str = ""  # the name of the inter-replica all-reduce that is still to be begun; "" if there is none
+    inter_replica: str = ""  # the name of the inter-replica all-reduce that is still to be begun; "" if there is none
     total: torch.Tensor | None = None  # this rank's shard of the sum, once it has been computed
-    dtype_across: torch.dtype | None = None  # the dtype of the inter-replica all-reduce; None for that of `grad`
+    inter_replica_dtype: torch.dtype | None = None  # the dtype of the inter-replica all-reduce; None for that of `grad`
 
-    def send_across(self, what: str) -> None:
+    def queue_inter_replica(self, what: str) -> None:
         """Queue the inter-replica all-reduce of this reduction's sum, to begin once the sum is complete and its turn has come."""
-        self.across = what
+        self.inter_replica = what
         self.collectives.waiting.append(self)
 
     def done(self) -> bool:
@@ -50,28 +50,28 @@ class Reduction:
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for about `seconds` at most; return False if the reduction is still running."""
-        while self.across:
+        while self.inter_replica:
             first = self.collectives.waiting[0]
             if not first._ended(seconds):
                 return False
-            first.go_across()
+            first.begin_inter_replica()
         return self._ended(seconds)
 
     def _ended(self, seconds: float) -> bool:
         return self.pending.done() or (seconds > 0.0 and self.pending.wait_at_most(seconds))
 
-    def go_across(self) -> None:
+    def begin_inter_replica(self) -> None:
         """Wait for the sum within this rank's replica, and begin the inter-replica all-reduce.
 
         Only the oldest of the waiting reductions may be passed on, so that the ranks of all replicas issue the all-reduces in
         one order, whichever sums are complete on each rank.
         """
-        c, what = self.collectives, self.across
+        c, what = self.collectives, self.inter_replica
         assert c.waiting[0] is self
         self.pending.wait()
         c.waiting.popleft()
-        self.across = ""
-        self.total = self._own_sum(self.dtype_across or self.grad.dtype)
+        self.inter_replica = ""
+        self.total = self._own_sum(self.inter_replica_dtype or self.grad.dtype)
         assert c.replica_channel is not None
         self.pending = c.all_reduce(c.replica_channel, self.total, what)
 
@@ -96,14 +96,14 @@ class Reduction:
         try:
             self.wait_at_most(seconds)
         finally:
-            if self.across:  # the ranks of other replicas may have begun the all-reduce
+            if self.inter_replica:  # the ranks of other replicas may have begun the all-reduce
                 c = self.collectives
                 c.waiting.remove(self)
-                text = f"rank {c.world_rank} has left {self.across}, when a backward failed."
+                text = f"rank {c.world_rank} has left {self.inter_replica}, when a backward failed."
                 c.reduce_channel.groups.abort(c.world_rank, ShardError(text))  # type: ignore[union-attr]
 
     def wait_for_own_part(self) -> None:
-        """Wait on the host until this rank's device has come to the reduction. The rest of the time is spent on the partners."""
+        """Block the host until this rank's device has reached the reduction. From then on only the partners are waited for."""
         if self.begun is None:
             return
         deadline = time.monotonic() + self.collectives.watchdog.timeout
@@ -117,8 +117,8 @@ class Reduction:
             # Hazard: the buffer's memory returns to the pool of the stream on which it was allocated. That stream may not be the
             # current one, and must not reuse the memory before the collective has read it.
             stream.wait_event(self.pending.event)
-        while self.across:
-            c.waiting[0].go_across()
+        while self.inter_replica:
+            c.waiting[0].begin_inter_replica()
         self.pending.wait()
         return self._own_sum(dtype, narrow) if self.total is None else cast(self.total, dtype, narrow)
 

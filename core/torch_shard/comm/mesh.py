@@ -33,7 +33,7 @@ class Mesh:
     Attributes:
         group: the process group over all ranks; None for one rank alone.
         device: the device of this rank.
-        topology: how the ranks share the parameters.
+        topology: the division of the ranks into shard groups and replica groups.
         secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards); None if
             these are all ranks that share a replica.
     """

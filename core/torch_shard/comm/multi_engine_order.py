@@ -24,7 +24,7 @@ class EngineOrder:
 
     def __init__(self) -> None:
         self._running: dict[int, int] = {}  # by the id of a runtime, the graph task with which its backward ends
-        # By graph task, the runtimes that wait for others which end with the same task.
+        # By graph task: the runtimes that have ended and wait for the task's other runtimes.
         self._ended: dict[int, list[Any]] = {}
         self._several = False
         self._issued: dict[str, int] = {}

@@ -83,12 +83,12 @@ class ProcessGroups:
         made: the process groups, by the name of their channel.
         topologies: the topologies of the engines so far, in the same order on all ranks.
         issued: the number of collectives that this rank has issued, by channel, of all engines.
-        in_flight: the latest collective that nobody has waited for, by channel.
-        buffers: the collectives that nobody has waited for, with the buffers that each may still read or write: an engine may
+        in_flight: the latest collective that has not been waited for, by channel.
+        buffers: the collectives that have not been waited for, with the buffers that each may still read or write: an engine may
             be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.
-        streams: for CUDA devices, the streams for gathers and for reductions.
+        streams: the streams for gathers and for reductions, on a CUDA device.
         engine_order: the engines over these groups, with the backwards that are running in them.
     """
 
@@ -262,6 +262,7 @@ def groups_for(group: Any, single_communicator: bool, timeout: float, settings: 
     return found, len(set(digests)) == 1
 
 
+# By global ranks: the groups that `group_over` has made. Making one is collective, so each is shared while it is in use.
 _made_over: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
 

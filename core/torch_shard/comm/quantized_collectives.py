@@ -24,11 +24,13 @@ __all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
 class QuantizedGather:
     """A gather in flight, like :class:`~torch_shard.comm.work.Pending`, which is complete once its values are decoded."""
 
-    def __init__(self, c: Collectives, code: BlockQuantizer, sent: torch.Tensor, full: torch.Tensor, what: str) -> None:
+    def __init__(
+        self, c: Collectives, quantizer: BlockQuantizer, sent: torch.Tensor, full: torch.Tensor, what: str
+    ) -> None:
         """Start the gather; `sent` is this rank's payload, 1-D. Collective; call under ``c.gathering()``."""
-        self._code, self._full = code, full
+        self._quantizer, self._full = quantizer, full
         with torch.no_grad():
-            payloads = torch.empty(c.size, code.nbytes, dtype=torch.uint8, device=full.device)
+            payloads = torch.empty(c.size, quantizer.nbytes, dtype=torch.uint8, device=full.device)
             self._payloads: torch.Tensor | None = payloads
             self._pending = c.all_gather(payloads.view(-1), sent, what)
         if c.gather_stream is not None:
@@ -40,7 +42,7 @@ class QuantizedGather:
         if self._payloads is None:
             return
         with torch.no_grad(), outside_inference():
-            self._code.decode(self._payloads, self._full.view(len(self._payloads), -1))
+            self._quantizer.decode(self._payloads, self._full.view(len(self._payloads), -1))
         self._payloads = None
 
     def wait_at_most(self, seconds: float) -> bool:
@@ -56,10 +58,10 @@ class QuantizedGather:
 class QuantizedGradients:
     """The quantized reductions of one flat buffer's gradients, with the residual that quantization has lost so far."""
 
-    def __init__(self, code: BlockQuantizer, layout: FlatLayout, dtypes: Dtypes, collectives: Collectives) -> None:
+    def __init__(self, quantizer: BlockQuantizer, layout: FlatLayout, dtypes: Dtypes, collectives: Collectives) -> None:
         assert dtypes.quantized is not None
-        self.code, self.layout, self.collectives = code, layout, collectives
-        self._dtype_across = dtypes.reduce  # the inter-replica all-reduce is not quantized
+        self.quantizer, self.layout, self.collectives = quantizer, layout, collectives
+        self._inter_replica_dtype = dtypes.reduce  # the inter-replica all-reduce is not quantized
         self._residual_dtype = dtypes.quantized.residual_dtype(dtypes)
         self.residual: torch.Tensor | None = None  # in the full layout, of this rank's own gradients
 
@@ -71,7 +73,7 @@ class QuantizedGradients:
     @property
     def buffers(self) -> list[tuple[int, torch.dtype]]:
         """The buffers that a reduction takes by ``Collectives.take``, beside the gradients: for payloads sent and received."""
-        return 2 * [(self.collectives.size * self.code.nbytes, torch.uint8)]
+        return 2 * [(self.collectives.size * self.quantizer.nbytes, torch.uint8)]
 
     def forget(self) -> None:
         """Drop the residual after a failed backward: values may have been encoded that no rank has received."""
@@ -84,12 +86,12 @@ class QuantizedGradients:
 
         Args:
             grad: 1-D, in the full layout, divided by the number of ranks; zero where this rank has no gradient.
-            held: for each parameter, whether this rank has a gradient.
+            held: True for each parameter of which this rank has a gradient.
             dtype: the dtype of the sum.
             what: the name of the operation, for error messages.
             streams: the CUDA streams that have written to `grad`, beside the current one.
         """
-        c, code = self.collectives, self.code
+        c, quantizer = self.collectives, self.quantizer
         with torch.no_grad(), outside_inference(), c.reducing():
             begun = None
             if c.reduce_stream is not None:
@@ -98,22 +100,31 @@ class QuantizedGradients:
                 begun.record(c.reduce_stream)
             sent, received = (c.take(*buffer) for buffer in self.buffers)
             self._encode(grad, held, sent.view(c.size, -1))
-            pending = c.all_to_all(received, sent, c.size * [code.nbytes], c.size * [code.nbytes], what)
-            across = "" if c.replica_channel is None else f"{what}, between replicas"
+            pending = c.all_to_all(received, sent, c.size * [quantizer.nbytes], c.size * [quantizer.nbytes], what)
+            inter_replica = "" if c.replica_channel is None else f"{what}, between replicas"
             reduction = QuantizedReduction(
-                c, sent, received, pending, begun, streams, dtype_across=self._dtype_across, quantizer=code
+                c,
+                sent,
+                received,
+                pending,
+                begun,
+                streams,
+                inter_replica_dtype=self._inter_replica_dtype,
+                quantizer=quantizer,
             )
             if c.reduce_stream is None:
                 c.give(grad)
-                if across:
-                    reduction.send_across(across)
+                if inter_replica:
+                    reduction.queue_inter_replica(inter_replica)
                 return reduction
             # Hazard: the memory of `grad` must not be reused before the stream has encoded it.
             reduction.own = grad
-            reduction.total = torch.empty(code.numel, dtype=self._dtype_across if across else dtype, device=grad.device)
-            code.decode_sum(received.view(c.size, -1), reduction.total)
-            if across:
-                reduction.pending = c.followed(pending, c.all_reduce_across(reduction.total, across))
+            reduction.total = torch.empty(
+                quantizer.numel, dtype=self._inter_replica_dtype if inter_replica else dtype, device=grad.device
+            )
+            quantizer.decode_sum(received.view(c.size, -1), reduction.total)
+            if inter_replica:
+                reduction.pending = c.followed(pending, c.all_reduce_between_replicas(reduction.total, inter_replica))
             elif pending.event is not None:
                 pending.event.record(c.reduce_stream)  # recorded again, after the sum
             return reduction
@@ -121,17 +132,17 @@ class QuantizedGradients:
     def _encode(self, grad: torch.Tensor, held: Sequence[bool], payloads: torch.Tensor) -> None:
         rows = self.collectives.size
         if self._residual_dtype is None:
-            self.code.encode(grad.view(rows, -1), payloads)
+            self.quantizer.encode(grad.view(rows, -1), payloads)
             return
         if self.residual is None:
             self.residual = torch.zeros(grad.numel(), dtype=self._residual_dtype, device=grad.device)
-        # For a parameter without a gradient on this rank, perhaps no rank has one, and then nobody uses the payload. Its
+        # For a parameter without a gradient on this rank, perhaps no rank has one, and then the payload is not used. Its
         # residual is therefore kept for a later reduction.
         views = [slot_view(self.residual, s) for s, has in zip(self.layout.slots, held, strict=True) if not has]
         waiting = [(view, view.clone()) for view in views]
         for view, _ in waiting:
             view.zero_()
-        self.code.encode(grad.view(rows, -1), payloads, self.residual.view(rows, -1))
+        self.quantizer.encode(grad.view(rows, -1), payloads, self.residual.view(rows, -1))
         for view, before in waiting:
             view.copy_(before)
 

@@ -29,7 +29,7 @@ class Statistics:
         bytes_sent: bytes that this rank has sent for parameters and gradients.
         bytes_sent_across: the part of `bytes_sent` between replicas, under hybrid strategies and ``no_shard``.
         gather_wait: seconds that training has waited for gathers of parameters.
-        reduce_wait: seconds that it has waited for reductions of gradients, and for what optimizers of whole matrices exchange.
+        reduce_wait: seconds that it has waited for reductions of gradients, and for what optimizers of full matrices exchange.
         other_wait: seconds that it has waited for the other ranks in small messages: where a forward begins and where a
             backward ends, in norms, buffers and saves. A rank that comes earlier than the others waits here; how fast the
             network is says little about it.

@@ -35,8 +35,8 @@ class Dtypes:
 
     def __str__(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.stored, self.compute, self.reduce)]
-        said = names[0] if len(set(names)) == 1 else f"{names[0]} ({names[1]}, reduced in {names[2]})"
-        return said if self.quantized is None else f"{said} [{self.quantized.summary()}]"
+        text = names[0] if len(set(names)) == 1 else f"{names[0]} ({names[1]}, reduced in {names[2]})"
+        return text if self.quantized is None else f"{text} [{self.quantized.summary()}]"
 
     @property
     def casts(self) -> bool:

@@ -68,8 +68,8 @@ class ShardConfig:
             ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
         quantized: the parameters and gradients that are sent as 8-bit codes; see
             :class:`~torch_shard.config.quantization.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
-        offload: what lies in host memory if a model is too large for its device: ``"cpu"`` for parameters and optimizer
-            state, or an :class:`~torch_shard.offload.Offload`. ``None`` offloads nothing.
+        offload: the tensors that lie in host memory if a model is too large for its device: ``"cpu"`` for parameters and
+            optimizer state, or an :class:`~torch_shard.offload.Offload`. ``None`` offloads nothing.
         ignore: modules, parameters, and globs of parameter names that are not sharded, nor
             synchronised, nor reduced.
         init_fn: a function that is called with each module that directly holds parameters or buffers on the meta
@@ -183,8 +183,8 @@ def _checked_dims(names: Any) -> tuple[str, ...] | None:
 def _entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:
     # A str and a Module may be iterable, but are given by mistake only. A set of names has another order on every rank.
     if isinstance(value, (str, Set, Mapping, nn.Module, nn.Parameter)) or not isinstance(value, Iterable):
-        shown = repr(value) if isinstance(value, str) else type(value).__name__
-        raise ConfigError(f"{field} must be {wanted}, not {shown}.")
+        given = repr(value) if isinstance(value, str) else type(value).__name__
+        raise ConfigError(f"{field} must be {wanted}, not {given}.")
     return tuple(value)
 
 

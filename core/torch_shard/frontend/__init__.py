@@ -26,11 +26,9 @@ from ..offload.memory_limits import available as free_host_bytes
 from ..offload.memory_limits import formatted as format_bytes
 from ..optim.checks import refusal_of
 from ..optim.state_tree import copied as copy_tensors
-from ..optim.state_tree import mapped as map_tensors
-from ..optim.state_tree import tensors_of
+from ..optim.state_tree import map_tensors, tensors_of
 from ..plan.layer_selection import classes_named
-from ..runtime import barrier as meeting
-from ..runtime import registry
+from ..runtime import barrier, registry
 from ..runtime.forward_hooks import unregister
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
 from ..setup.lazy_param import Deferred, defer, deferred_of
@@ -76,7 +74,6 @@ __all__ = [
     "load_optim_state_dict",
     "make_full",
     "map_tensors",
-    "meet",
     "optim_state_dict",
     "own_buffers",
     "param_name",
@@ -91,6 +88,7 @@ __all__ = [
     "sharded_alike",
     "swap_value",
     "tensors_of",
+    "wait_for_all",
     "with_shard",
 ]
 
@@ -115,7 +113,7 @@ def broadcast_tensors(engine: Engine, tensors: list[torch.Tensor], what: str) ->
 
 @contextlib.contextmanager
 def in_batch(engine: Engine, batch: str) -> Iterator[None]:
-    """Have the ranks compare the description `batch` in each forward inside, beside what they compare anyway. Not collective.
+    """Make the ranks compare the description `batch` in each forward inside, beside what they compare anyway. Not collective.
 
     Where the descriptions differ, the ranks raise a DivergenceError that quotes both.
     """
@@ -132,9 +130,9 @@ def is_solo(engine: Engine) -> bool:
     return bool(engine._runtime.solo)
 
 
-def meet(engine: Engine, seconds: float, what: str) -> None:
+def wait_for_all(engine: Engine, seconds: float, what: str) -> None:
     """Wait until all ranks are in `what`, for `seconds` at least; in a backward return at once. Collective."""
-    meeting.meet(engine._runtime, seconds, what)
+    barrier.wait_for_all(engine._runtime, seconds, what)
 
 
 @contextlib.contextmanager

@@ -17,17 +17,17 @@ from ..checkpoint.plain_params import all_parameters, plain_source
 from ..checkpoint.safe_globals import classes_of_data
 from ..checkpoint.sharded.entries import (
     EXTRA,
+    EXTRA_SHARDS,
     MODEL,
     MODELS,
     OPTIMIZER,
-    SLICED,
     Optimizers,
     Source,
     optimizer_state,
     param_names,
     sources_of,
 )
-from ..checkpoint.sharded.extra_shards import joined, mapped, split
+from ..checkpoint.sharded.extra_shards import joined, map_shards, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
 from ..engine import Engine
@@ -35,10 +35,10 @@ from ..state import optimizer_state as named_state
 
 __all__ = [
     "EXTRA",
+    "EXTRA_SHARDS",
     "MODEL",
     "MODELS",
     "OPTIMIZER",
-    "SLICED",
     "Contents",
     "FullLoad",
     "Optimizers",
@@ -60,7 +60,7 @@ __all__ = [
     "load_contents",
     "load_optimizer_by_name",
     "make_durable",
-    "mapped",
+    "map_shards",
     "mismatches_by_name",
     "named_parameters_of",
     "open_full",

@@ -27,8 +27,8 @@ def clip_norm(
     """Scale gradients so that their common norm is at most `max_norm`. Collective where one of them is sharded.
 
     Args:
-        engines: those that may shard them, in one order on all ranks.
-        parameters: of any of these engines' models, or of none.
+        engines: the engines that may shard the parameters, in one order on all ranks.
+        parameters: parameters of any of these engines' models, or of none.
         max_norm: the limit.
         norm_type: any p, ``inf`` and 0 included.
         error_if_nonfinite: wait for the norm and raise where it is NaN or infinite.

@@ -86,7 +86,7 @@ class UnshardHandle:
     _module: nn.Module | None = None
 
     def wait(self) -> None:
-        """Have the module hold its full parameters when this returns. Collective."""
+        """Make the module hold its full parameters when this returns. Collective."""
         module, self._module = self._module, None
         if module is not None:
             _open(module)
@@ -118,7 +118,7 @@ class FSDPModule(WrappedModule):
 
     # -- full parameters ----------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Have the module hold its own full parameters, except those of wrapped modules inside. Collective.
+        """Make the module hold its own full parameters, except those of wrapped modules inside. Collective.
 
         This lasts until :meth:`reshard`, or the next forward of a wrapped module of the model. Changes are lost.
 
@@ -237,7 +237,7 @@ class FSDPModule(WrappedModule):
         raise _custom("set_all_reduce_hook")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Have the current stream, after which parameters are gathered, wait for `event`."""
+        """Make the current stream, after which parameters are gathered, wait for `event`."""
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().wait_event(event)
 
@@ -334,7 +334,7 @@ def _close(module: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a wrapped module shard the model, as its forward does. Not collective; other modules are left alone.
+    """Make a method of a wrapped module shard the model, as its forward does. Not collective; other modules are left alone.
 
     Parameters that methods use are gathered anyway, so this is needed only for a method that runs before any forward.
 

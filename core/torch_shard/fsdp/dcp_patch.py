@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..optim.matrix.state import everyone
-from ..optim.state_tree import mapped
+from ..optim.matrix.state import all_gather_bytes
+from ..optim.state_tree import map_tensors
 from ..runtime.registry import runtime_of
 from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
@@ -56,7 +56,7 @@ def _runtime(info: Any) -> Runtime | None:
 def _full(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> dict[str, Any]:
     """Return `state_dict` with full tensors in new memory, on rank 0 only if they go to the CPU. Collective."""
     keys = zlib.crc32(repr(_keys(state_dict)).encode()).to_bytes(4, "little")
-    if len({tuple(each) for each in everyone(runtime, keys, _WHAT)}) > 1:
+    if len({tuple(each) for each in all_gather_bytes(runtime, keys, _WHAT)}) > 1:
         raise ConfigError(
             f"{_WHAT}: the ranks have state of different parameters, like that of an optimizer of full matrices, which is on the "
             "rank that owns each matrix. Use torch_shard.engine_of(model).optim_state_dict(optimizer)."
@@ -70,7 +70,7 @@ def _full(runtime: Runtime, state_dict: dict[str, Any], cpu_offload: bool) -> di
         # torch drops the entries on other ranks afterwards; until then they need no memory.
         return (full.cpu() if cpu_offload else full) if wanted else full.new_empty(0)
 
-    return mapped(state_dict, change)  # type: ignore[no-any-return]
+    return map_tensors(state_dict, change)  # type: ignore[no-any-return]
 
 
 def _keys(value: Any) -> Any:

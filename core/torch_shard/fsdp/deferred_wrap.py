@@ -301,6 +301,7 @@ class ShardFirst:
 
 # -- a step before the first forward ------------------------------------------------------------------------------------
 
+# The modules that will be sharded at their first use. An optimizer step on their parameters before that is refused.
 _pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 

@@ -247,7 +247,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         return self._root_engine("clip_grad_norm_").clip_grad_norm_(max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have `hook` reduce gradients; see :meth:`Engine.register_comm_hook`. Collective.
+        """Make `hook` reduce gradients; see :meth:`Engine.register_comm_hook`. Collective.
 
         Raises:
             ConfigError: this is not the outermost wrapped module, or the engine refuses the hook.
@@ -285,7 +285,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Have modules hold full parameters inside. Collective, on entering and on leaving; see :meth:`Engine.gathered`.
+        """Make modules hold full parameters inside. Collective, on entering and on leaving; see :meth:`Engine.gathered`.
 
         All combinations of the arguments are allowed.
 

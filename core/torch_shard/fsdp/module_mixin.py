@@ -95,6 +95,7 @@ def _shard_zeros(module: nn.Module) -> None:
         mark.request = request
 
 
+# By wrapper's and wrapped module's class: the class made of both. One for each pair, so that equal modules have one type.
 _classes: dict[tuple[type, type], type] = {}
 
 

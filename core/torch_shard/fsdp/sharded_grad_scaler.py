@@ -15,7 +15,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` with the arguments of torch's ShardedGradScaler. All ranks skip the same steps.
 
     Args:
-        device, init_scale, backoff_factor, growth_factor, growth_interval, enabled: as for ``torch.amp.GradScaler``.
+        device, init_scale, backoff_factor, growth_factor, growth_interval, enabled: the arguments
+            of ``torch.amp.GradScaler``.
         process_group: has no effect, since the model's process group is used.
 
     Not collective.

@@ -49,7 +49,7 @@ class Request:
 
     Attributes:
         api: the name of the function that was called, for messages.
-        mesh: as for :func:`torch_shard.shard`.
+        mesh: the ``mesh`` of :func:`torch_shard.shard`.
         strategy: a name of ``ShardConfig.strategy``; None if `reshard` decides.
         reshard: fully_shard's ``reshard_after_forward``.
         precision: None if nothing is cast.
@@ -58,7 +58,7 @@ class Request:
         init_fn: a function that fills modules on the meta device.
         ignored: modules and parameters that are not sharded.
         device: the device of the shards; None for the device that the model and its mesh imply.
-        offload: what lies in host memory; None for nothing.
+        offload: the settings of offload; None without it.
         arguments: the caller's arguments that can be read from the wrapped model.
     """
 
@@ -373,7 +373,7 @@ def _one_precision(own: Request, nested: _Nested) -> tuple[Precision | None, dic
 
 
 def _one_offload(own: Request, nested: _Nested) -> Offload | None:
-    """Return the offload of the whole model if it is asked for any part: no number depends on it, and less fits without."""
+    """Return the model's offload. If any wrapped module asks for it, the full model gets it, since results don't depend on it."""
     asked = {"the outermost module": own.offload, **{name: request.offload for name, (_, request) in nested.items()}}
     chosen = [offload for offload in asked.values() if offload is not None]
     if not chosen:
@@ -391,7 +391,7 @@ def _strategy(own: Request, nested: _Nested) -> dict[str, Any]:
             unused(own.api, **{"sharding_strategy of " + ", ".join(other): f"the whole model has {own.strategy!r}"})
         return {"strategy": own.strategy}
     hybrid = getattr(own.mesh, "ndim", 1) == 2
-    # The root's own default, False, says when it is used, not how much may be kept.
+    # FSDP2's default at the root (False) only says that the root is used again at once; it is no request to keep memory.
     asked = {name: True if r.reshard is None else r.reshard for name, (_, r) in nested.items()}
     values = list(asked.values()) or [True if own.reshard is None else own.reshard]
     ranks = {v for v in values if not isinstance(v, bool)}

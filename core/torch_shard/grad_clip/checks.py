@@ -1,4 +1,4 @@
-"""Refusals of what would do something to gradients that is not linear in them."""
+"""Refusals of nonlinear operations (clipping, a step) on partially accumulated gradients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["refuse_partials"]
 
 
 def refuse_partials(runtime: Runtime, parameters: Iterable[torch.Tensor] | None, what: str) -> None:
-    """Raise where `what` would do something to gradients that is not linear in them. Not collective.
+    """Raise if `what`, an operation that is not linear in gradients, would use partially accumulated ones. Not collective.
 
     Args:
-        runtime: of the engine.
-        parameters: whose gradients, of any models; None for all.
-        what: for the message.
+        runtime: the engine's runtime.
+        parameters: the parameters whose gradients are used, of any models; None for all.
+        what: the operation, for the message.
 
     Raises:
         ShardError: on all ranks; every backward of one of them since zero_grad() ran under no_sync().

@@ -34,8 +34,9 @@ class _Gradients:
         """Find the gradients.
 
         Args:
-            runtime: of the engine.
-            parameters: whose gradients, of other engines' models, too; None for all that are sharded, and the `ignored` ones.
+            runtime: the engine's runtime.
+            parameters: the parameters whose gradients count, also of other engines' models. None for all that are sharded, and
+                the `ignored` ones.
             ignored: the model's parameters that are not sharded.
             padding: zeros between the shards make no difference.
         """
@@ -93,7 +94,8 @@ class _Gradients:
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply all gradients by a 0-d factor; those in host memory in the background."""
-        # Zero times NaN: the padding must stay zero for the next norm. A GPU is not waited for to know whether it is.
+        # A NaN factor would make the zero padding NaN. On a GPU the padding is always zeroed, because reading the factor would
+        # wait for the device.
         spoils = factor.device.type != "cpu" or bool(factor.isnan())
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         gaps: list[torch.Tensor] = []

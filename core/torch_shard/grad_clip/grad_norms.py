@@ -25,8 +25,8 @@ def grad_norms(
         runtime.in_backward.refuse("norms of gradients (engine.grad_norms)")
     chosen = None if parameters is None else {id(param) for param in parameters}
     c, units = runtime.collectives, runtime.units
-    # By the id of a communicator over the ranks that share the shards: each unit's shards, whoever has a gradient, so that all
-    # ranks send alike.
+    # By the id of a communicator over the ranks that share the shards: each unit's shards, also where this rank has no
+    # gradient, so that all ranks send alike.
     comms: dict[int, tuple[Any, list[list[torch.Tensor | None]]]] = {}
     for number, unit in enumerate(units):
         for flat in [flat for flat in unit.flats if flat.params]:

@@ -58,7 +58,7 @@ def common_shard(flat: FlatBuffer, chosen: Container[int] | None, wait: bool = T
 
 
 def local_shards(flat: FlatBuffer, chosen: Container[int] | None) -> list[torch.Tensor | None]:
-    """Return this rank's shard of each gradient in `flat`, None for parameters without one; `chosen` as above."""
+    """Return this rank's shard of each gradient in `flat`, None where there is none; `chosen`: see :func:`common_shard`."""
     shards: list[torch.Tensor | None] = []
     with torch._C.DisableTorchFunctionSubclass():
         for grad in [reduced_grad_of(p) for p in flat.params if chosen is None or id(p) in chosen]:
@@ -120,8 +120,8 @@ def gather_columns(
 
     Args:
         c: the engine's collectives.
-        columns: for each the ranks that share the shards, and this rank's values; None where rank 0's values count.
-        what: for messages.
+        columns: the ranks that share the shards (None where rank 0's values count), and this rank's values, for each column.
+        what: the operation, for messages.
 
     Returns:
         For each column a tensor of the counted ranks' values, with one row for each rank.

@@ -11,8 +11,8 @@ This module has integers only.
                                             |  |   between nodes     replica 2: [ 2 ]
                                                                      replica 3: [ 3 ]
 
-The ranks of a row are a shard group, which shares one replica: they all-gather parameters and reduce-scatter gradients. The
-ranks of a column are a replica group, which has the same shard: they all-reduce the shards of gradients. Ranks are numbered
+Each row of the figure is a shard group, whose ranks share one replica: they all-gather parameters and reduce-scatter gradients.
+Each column is a replica group, whose ranks have the same shard: they all-reduce the shards of gradients. Ranks are numbered
 within the engine's group. The scheme is that of MiCS (Zhang et al., 2022) and of FSDP's HYBRID_SHARD.
 
 With tensor parallelism each rank of a tensor-parallel group computes with another part of the parameters. The ranks that compute
@@ -53,12 +53,12 @@ class Topology:
                 f"mesh: {len(self.shard_groups)} replicas of the parameters can't be divided equally among "
                 f"{self.data_parallel_groups} data-parallel groups."
             )
-        if len({len(row) for row in self.shard_groups}) != 1 or not self.shard_groups[0]:
+        if len({len(group) for group in self.shard_groups}) != 1 or not self.shard_groups[0]:
             raise SetupError(f"mesh: the replicas of the parameters are on different numbers of ranks: {self}.")
-        if sorted(rank for row in self.shard_groups for rank in row) != list(range(self.world)):
+        if sorted(rank for group in self.shard_groups for rank in group) != list(range(self.world)):
             raise SetupError(f"mesh: the replicas of the parameters don't have each rank once: {self}.")
         # A process group numbers its ranks in ascending order.
-        object.__setattr__(self, "shard_groups", tuple(tuple(sorted(row)) for row in self.shard_groups))
+        object.__setattr__(self, "shard_groups", tuple(tuple(sorted(group)) for group in self.shard_groups))
 
     @classmethod
     def sharded(cls, world: int) -> Topology:
@@ -84,7 +84,7 @@ class Topology:
             ranks: the global ranks of the engine's group, in the group's order.
         """
         at = {rank: i for i, rank in enumerate(ranks)}
-        return cls(tuple(tuple(at[rank] for rank in row) for row in shard_groups))
+        return cls(tuple(tuple(at[rank] for rank in group) for group in shard_groups))
 
     def within(self, data_parallel_groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> Topology:
         """Return a topology in which each data-parallel group is divided as this topology divides the ranks of one.
@@ -95,13 +95,15 @@ class Topology:
         """
         at = {rank: i for i, rank in enumerate(ranks)}
         shard_groups = tuple(
-            tuple(at[group[i]] for i in row) for group in data_parallel_groups for row in self.shard_groups
+            tuple(at[group[i]] for i in shard_group)
+            for group in data_parallel_groups
+            for shard_group in self.shard_groups
         )
         return Topology(shard_groups, len(data_parallel_groups))
 
     def __str__(self) -> str:
         groups = [self.shard_groups[i : i + self.replicas] for i in range(0, len(self.shard_groups), self.replicas)]
-        return " / ".join(" | ".join(" ".join(map(str, row)) for row in group) for group in groups)
+        return " / ".join(" | ".join(" ".join(map(str, shard_group)) for shard_group in group) for group in groups)
 
     @property
     def world(self) -> int:
@@ -130,32 +132,32 @@ class Topology:
 
     def shard_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that share a replica with `rank` (its shard group)."""
-        return next(row for row in self.shard_groups if rank in row)
+        return next(group for group in self.shard_groups if rank in group)
 
     def replica_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that have the same shard as `rank` in its data-parallel group (its replica group)."""
         position = self.shard_group_of(rank).index(rank)
-        return tuple(sorted(row[position] for row in self._shard_groups_beside(rank)))
+        return tuple(sorted(group[position] for group in self._shard_groups_beside(rank)))
 
     def data_parallel_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that compute with the same parts as `rank` (its data-parallel group)."""
-        return tuple(sorted(member for row in self._shard_groups_beside(rank) for member in row))
+        return tuple(sorted(member for group in self._shard_groups_beside(rank) for member in group))
 
     def full_model_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that together have one replica of all parts: `rank`'s shard group, and those beside it."""
         number = self.shard_groups.index(self.shard_group_of(rank)) % self.replicas
-        return tuple(sorted(member for row in self.shard_groups[number :: self.replicas] for member in row))
+        return tuple(sorted(member for group in self.shard_groups[number :: self.replicas] for member in group))
 
     def tp_replica_group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks with the same shard as `rank` of parameters that are equal in all data-parallel groups."""
         position = self.shard_group_of(rank).index(rank)
-        return tuple(sorted(row[position] for row in self.shard_groups))
+        return tuple(sorted(group[position] for group in self.shard_groups))
 
     def secondary_group_of(self, rank: int, size: int) -> tuple[int, ...]:
         """Return the `size` neighbours in a shard group, `rank` among them, that keep the secondary shards of a unit."""
-        row = self.shard_group_of(rank)
-        start = row.index(rank) // size * size
-        return row[start : start + size]
+        group = self.shard_group_of(rank)
+        start = group.index(rank) // size * size
+        return group[start : start + size]
 
     def _shard_groups_beside(self, rank: int) -> tuple[tuple[int, ...], ...]:
         first = self.shard_groups.index(self.shard_group_of(rank)) // self.replicas * self.replicas
@@ -163,5 +165,5 @@ class Topology:
 
     def positions(self) -> tuple[int, ...]:
         """Return the number of each rank's shard, by rank."""
-        found = {rank: position for row in self.shard_groups for position, rank in enumerate(row)}
+        found = {rank: position for group in self.shard_groups for position, rank in enumerate(group)}
         return tuple(found[rank] for rank in range(self.world))

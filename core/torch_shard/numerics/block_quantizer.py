@@ -109,11 +109,11 @@ class BlockQuantizer:
         """Yield the begin and the end of each part of a row to work on, and the size of its blocks."""
         most = _PIECE.get(rows.device.type, _PIECE_ELSEWHERE) // max(1, rows.shape[0])
         step = max(self.block, most // self.block * self.block)
-        whole = self.numel // self.block * self.block
-        for start in range(0, whole, step):
-            yield start, min(whole, start + step), self.block
-        if whole < self.numel:
-            yield whole, self.numel, self.numel - whole
+        full_blocks = self.numel // self.block * self.block
+        for start in range(0, full_blocks, step):
+            yield start, min(full_blocks, start + step), self.block
+        if full_blocks < self.numel:
+            yield full_blocks, self.numel, self.numel - full_blocks
 
     def _scale(self, scales: torch.Tensor, start: int, stop: int, width: int) -> torch.Tensor:
         first = start // self.block

@@ -72,7 +72,7 @@ def noise(parts: Sequence[tuple[tuple[int, int], int]], device: torch.device) ->
     """Return random numbers for ranges of elements, one range after the other.
 
     Args:
-        parts: for each range, the :meth:`Rounding.at` of the first element, and the number of elements.
+        parts: the :meth:`Rounding.at` of the first element and the number of elements, for each range.
 
     Returns:
         A 1-D tensor of int16, uniform over all 65536 values, which is a function of the keys and the positions alone.
@@ -115,7 +115,7 @@ def round_to(values: Sequence[torch.Tensor], exact: torch.Tensor, places: Sequen
     Args:
         values: 1-D tensors of bf16.
         exact: a 1-D tensor of fp32 with as many elements as `values` together.
-        places: for each of `values`, the :meth:`Rounding.at` of its first element.
+        places: the :meth:`Rounding.at` of the first element of each of `values`.
     """
     if len(values) > 1:
         lengths = [v.numel() for v in values]

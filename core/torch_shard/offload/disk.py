@@ -1,7 +1,7 @@
 """Tensors on disk: read ahead of their use, and written behind it.
 
-Each tensor is a file of its own, mapped into memory and shared with the page cache. So a tensor is always exact, whoever reads it
-and whenever: what is not in memory comes from the disk when it is touched. Reading ahead and writing behind change only when the
+Each tensor is a file of its own, mapped into memory and shared with the page cache. So a tensor is exact for every reader at
+any time: what is not in memory comes from the disk when it is touched. Reading ahead and writing behind change only when the
 disk is waited for, and how much memory is in use::
 
     unit             1          2          3          4
@@ -60,7 +60,7 @@ class DiskStore:
 
     Args:
         directory: is made where it is missing.
-        rank: of this process, for messages.
+        rank: the rank of this process, for messages.
 
     Raises:
         UnavailableError: this isn't Linux.
@@ -98,7 +98,7 @@ class DiskStore:
         Its space is free again when the last tensor that views it is gone.
 
         Args:
-            name: for messages; need not be unique.
+            name: a name for messages, which need not be unique.
             numel: number of elements. With 0 nothing is taken.
             dtype: any with whole bytes.
 
@@ -128,7 +128,7 @@ class DiskStore:
         """Begin to read tensors that will soon be used, and changed. Returns at once.
 
         Args:
-            tensors: of this store. A view stands for the whole tensor that was allocated.
+            tensors: tensors of this store. A view stands for the full tensor that was allocated.
 
         Raises:
             DiskError: a transfer failed before; the message names the tensor. What is in the tensors stays readable.

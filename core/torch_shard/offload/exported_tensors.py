@@ -19,7 +19,7 @@ _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 
 
 class ExportedTensor:
-    """One exported tensor, as long as somebody has it."""
+    """One exported tensor, as long as the user holds it."""
 
     __slots__ = ("_storage", "_flat")
 
@@ -36,18 +36,19 @@ class ExportedTensor:
             flat: the tensor that the shard is a part of.
         """
         with torch.inference_mode(False), torch.no_grad():
-            # As bytes: DLPack does not know all dtypes. It keeps `local`, and so the memory, until its own storage is gone.
+            # The memory is exported as bytes, since DLPack does not know all dtypes. `other` keeps `local`, and so the memory,
+            # until its own storage is gone.
             other = from_dlpack(torch._C._to_dlpack(local.detach().view(torch.uint8))).view(local.dtype)
             result = local.detach()  # shares the version counter, also with what is assigned to its data
             _data.__set__(result, other)
         return ExportedTensor(result, flat), result
 
     def is_held(self) -> bool:
-        """Return True if somebody has the tensor, or anything made from it."""
+        """Return True if the user holds the tensor, or anything made from it."""
         return not self._storage.expired()
 
     def forget(self) -> None:
-        """Drop the norms that were noted of the memory: nobody has the tensor any more, and no version shows an edit of it."""
+        """Drop the memory's cached norms: the user may have edited the tensor, and no version counter shows it."""
         flat = None if self._flat is None else self._flat()
         if flat is not None:
             flat.__dict__.pop("_norms", None)

@@ -50,7 +50,7 @@ class Host:
         self._stream: Any = None
         self.staging = Staging(self)
         self._leaving: deque[_Leaving] = deque()
-        self._leaving_lock = threading.Lock()  # the host thread lets go of what has arrived
+        self._leaving_lock = threading.Lock()  # the host thread frees what has arrived
         self._turn, self._unit, self._of_turn = 0, -1, set[int]()  # the latest: see `keep`
         self.arrived = 0
         self.norms: set[float] = set()
@@ -92,7 +92,7 @@ class Host:
         """Return memory for all shards, by id of their layouts; reserve what gradients arrive in. Not collective.
 
         Args:
-            groups: for each unit the groups of parameters that are flattened together, with their layouts.
+            groups: the groups of parameters that are flattened together, with their layouts, by unit.
             names: the units' names.
 
         Raises:
@@ -157,7 +157,7 @@ class Host:
         Hazard: the stream that the memory belongs to would use it again while the copy still reads it.
 
         Args:
-            event: behind the copy.
+            event: the event recorded behind the copy.
             values: the memory.
             unit: number of the unit whose gradients they are.
             flat: identifies the unit's flat buffer.
@@ -170,7 +170,7 @@ class Host:
         self.make_room(IN_FLIGHT + 1)
 
     def make_room(self, units: int = IN_FLIGHT) -> None:
-        """Let go of device memory whose copy has ended, and of all but the latest `units` units' memory in any case.
+        """Free device memory whose copy has ended, and in any case all but that of the latest `units` units.
 
         Where the link is slower than backward, the streams of backward wait for a copy here, or device memory would fill with
         gradients. The host does not wait.
@@ -182,12 +182,12 @@ class Host:
                     if self._turn - first.turn < units:
                         return
                     for stream in first.streams:
-                        # Whatever uses the memory next is given to the stream behind this wait.
+                        # Later work on these streams may reuse the memory, so each stream waits for the copy.
                         stream.wait_event(first.event)
                 self._leaving.popleft()
 
     def forget_arrived(self) -> None:
-        """Let go of device memory whose copy has ended. May be called on any thread."""
+        """Free device memory whose copy has ended. May be called on any thread."""
         self.make_room(sys.maxsize)
 
 

@@ -25,7 +25,7 @@ class HostBuffer:
 
     Attributes:
         memory: 1-D, uint8, at least as many bytes as were asked for.
-        event: for CUDA, recorded behind the last copy from or to the memory. A stream that copies to it waits for it first.
+        event: the CUDA event behind the last copy from or to the memory. A stream that copies to the memory waits for it first.
     """
 
     memory: torch.Tensor

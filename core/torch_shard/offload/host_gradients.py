@@ -37,7 +37,7 @@ class HostGradients:
         """Take no memory yet; see :meth:`prepare`. `numel`: elements of the shard. `unit`: number of the unit."""
         self.host, self.pending_writes = host, PendingWrites(host)
         self._numel, self._unit = numel, unit
-        # Each with the number of references to its storage while nobody uses it.
+        # Each with the number of references to its storage while it is unused.
         self._buffers: list[tuple[torch.Tensor, int]] = []
         self._known = False  # the norms of what the latest work writes were taken on the device
 
@@ -51,7 +51,7 @@ class HostGradients:
             self._take(dtype)
 
     def _take(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory to which nobody refers any more: whoever keeps a gradient keeps it as it was."""
+        """Return memory to which nothing refers any more: a gradient that the user keeps stays as it was."""
         for buffer, alone in self._buffers:
             if buffer.dtype == dtype and _uses(buffer) == alone:
                 return buffer.detach()
@@ -68,8 +68,8 @@ class HostGradients:
         Sharded tensors that are made over the returned memory have to wait (``pending_writes.block_reads``).
 
         Args:
-            result: 1-D, on the device, in `dtype` or a narrower one. Nobody else uses it any more.
-            dtype: of ``.grad``.
+            result: 1-D, on the device, in `dtype` or a narrower one, and not used by anything else.
+            dtype: the dtype of ``.grad``.
             factor: the values are multiplied with it in host memory, where `result` is narrower.
             streams: CUDA: streams that the memory of `result` may belong to, beside the current one.
         """
@@ -115,7 +115,7 @@ class HostGradients:
     def _arrive(
         self, result: torch.Tensor, dtype: torch.dtype, streams: Sequence[Any], write: Callable[[torch.Tensor], None]
     ) -> Task:
-        """Have the host thread call `write` with `result`, once that is in host memory."""
+        """Make the host thread call `write` with `result`, once that is in host memory."""
         self.host.arrived += result.nbytes
         staged, event, arrived = None, None, result
         if result.dtype != dtype:
@@ -204,11 +204,11 @@ class HostGradients:
     def scale(
         self, base: torch.Tensor, factor: torch.Tensor, gaps: Sequence[tuple[int, int]], grads: Iterable[Any]
     ) -> None:
-        """Have `base` multiplied by a 0-d factor, which may still be on its way.
+        """Multiply `base` by a 0-d factor, which may still be on its way.
 
         Args:
             base: the gradients, in host memory.
-            factor: on the device.
+            factor: the factor, on the device.
             gaps: ranges of padding in `base`.
             grads: the sharded tensors over `base`.
         """
@@ -232,7 +232,7 @@ class HostGradients:
                 for start, stop in gaps:
                     base[start:stop].zero_()
 
-        # It is done right before the step on these gradients, or when somebody reads them: else the first unit's step would wait
+        # It is done right before the step on these gradients, or when they are read: else the first unit's step would wait
         # until all units are scaled.
         self._begin(self.host.thread.later(work), grads)
 

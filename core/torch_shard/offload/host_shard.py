@@ -96,7 +96,7 @@ class HostShard:
             source = self.shard if self._cast is None else self._cast
             if self._resident is None:
                 self._resident = torch.empty(source.numel(), dtype=source.dtype, device=self.host.device)
-            # Blocks this thread: whoever gathers next finds it done, on whatever stream.
+            # Blocks this thread, so that the next gather finds it done on any stream.
             self._resident.copy_(source)
         self._fresh = self._values
 

@@ -50,7 +50,7 @@ class Task:
             self.group.error = error
         finally:
             self.error = self.group.error
-            self._do = None  # lets go of the memory that the function refers to
+            self._do = None  # frees the memory that the function refers to
             self._done.set()
 
     def finish(self) -> None:
@@ -77,7 +77,7 @@ class Task:
 
 
 class Later(Task):
-    """A task that is put off until somebody waits for it, or until another task finishes it (:meth:`finish`)."""
+    """A task that is put off until a thread waits for it, or until another task finishes it (:meth:`finish`)."""
 
     __slots__ = ()
 
@@ -87,7 +87,7 @@ class Later(Task):
             self.thread.put(self)
 
     def run(self) -> None:
-        # One thread runs all tasks, so that nobody else is in the middle of it.
+        # One thread runs all tasks, so that no other thread is in the middle of it.
         if not self._done.is_set():
             super().run()
 
@@ -114,7 +114,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class HostThread:
-    """The thread starts with the first task, and ends with :meth:`close`, at exit, or when nobody refers to it any more."""
+    """The thread starts with the first task, and ends with :meth:`close`, at exit, or when nothing refers to it any more."""
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
         """Start nothing yet. `device`: whose events the tasks wait for. `failed`: makes the error that waiters raise."""
@@ -124,17 +124,17 @@ class HostThread:
         self.ident = -1
 
     def do(self, what: Callable[[], None], group: TaskGroup | None = None) -> Task:
-        """Have the thread call `what` behind all tasks that were given before."""
+        """Make the thread call `what` behind all tasks that were given before."""
         task = Task(what, group or TaskGroup(), self)
         self.put(task)
         return task
 
     def later(self, what: Callable[[], None]) -> Later:
-        """Return a task that calls `what` when somebody waits for it, at the latest."""
+        """Return a task that calls `what` at the latest when a thread waits for it."""
         return Later(what, TaskGroup(), self)
 
     def put(self, task: Task) -> None:
-        """Have a task run, behind all that were given before."""
+        """Queue a task, behind all that were given before."""
         if self._pool is None or self._pid != os.getpid():  # a forked child has no thread
             self._pid = os.getpid()
             self._pool = ThreadPoolExecutor(1, "torch-shard-host", _prepare, (self._device,))

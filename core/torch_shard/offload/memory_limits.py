@@ -63,7 +63,7 @@ def limits(root: Path = Path("/")) -> tuple[Limit, ...]:
     """Return the limits on this process's memory: the machine's, and those of its control groups. Not collective.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: the directory that has ``proc`` and ``sys``.
     """
     # The kernel's boot id is the same in all containers.
     machine = _read(root / "proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
@@ -164,7 +164,7 @@ def _shortages(ranks: Sequence[tuple[int, str, Sequence[tuple[str, int, bool]]]]
     """Yield a clause for each limit that is too low for the ranks under it; the same on all ranks.
 
     Args:
-        ranks: of each rank the bytes that it needs, its host, and its limits.
+        ranks: the bytes that each rank needs, its host, and its limits, by rank.
     """
     under: dict[str, list[tuple[int, Limit]]] = {}
     for number, (_, _, known) in enumerate(ranks):

@@ -41,7 +41,7 @@ def fetch(address: int, nbytes: int, *, go_on: Callable[[], bool]) -> None:
     The pages will be written out then, changed or not.
 
     Args:
-        address: where the mapping begins.
+        address: the address of the mapping's first byte.
         nbytes: the length of the mapping.
         go_on: is asked now and then; False ends the reading.
 
@@ -59,7 +59,7 @@ def fetch(address: int, nbytes: int, *, go_on: Callable[[], bool]) -> None:
 
 
 def write_out(address: int, nbytes: int) -> None:
-    """Have the changed pages written to the disk, and wait for that.
+    """Write the changed pages to the disk, and wait for that.
 
     Raises:
         OSError: they can't be written.

@@ -1,10 +1,10 @@
 """Work on host memory in the background, and the sharded tensors that wait for it.
 
 While a copy is on its way, or the host thread steps on parameters, the sharded tensors over that memory *have* no shard: it is
-taken away from them, and the first who asks for it waits. So whoever reads one, by whatever way (an operation, a checkpoint,
-``to_local()``), finds what is there after the work, never before or in between. So do other sharded tensors over the same
+taken away from them, and the first reader waits. So every way to read one (an operation, a checkpoint, ``to_local()``) finds
+what is there after the work, never before or in between. So do other sharded tensors over the same
 memory (``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). A plain tensor can't wait: as long as the user has one
-over the memory, or a view of it, whoever begins work on the memory returns when the work has ended.
+over the memory, or a view of it, the call that begins work on the memory returns when the work has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Copying:
     """A copy between host memory and a GPU, until a CUDA event. Its interface is that of a :class:`~.host_thread.Task`.
 
     Attributes:
-        event: behind the copy.
+        event: the event recorded behind the copy.
         writes: True if the copy goes to host memory.
     """
 
@@ -56,7 +56,7 @@ class PendingWrites:
     """The background work on one flat buffer's host memory, and the tensors that wait for it.
 
     Attributes:
-        ended: how many plain tensors over the memory were handed out and are gone by now.
+        ended: the number of plain tensors over the memory that were handed out and are gone by now.
     """
 
     def __init__(self, host: Host) -> None:
@@ -126,7 +126,7 @@ class PendingWrites:
 
     # -- for sharded tensors --------------------------------------------------------------------------------------
     def add_alias(self, alias: Any) -> None:
-        """Have one more sharded tensor over the memory, which the user has made, wait for works from now on."""
+        """Make one more sharded tensor over the memory, which the user has made, wait for works from now on."""
         number, own = id(alias), weakref.ref(self)
 
         def gone(ref: Any) -> None:

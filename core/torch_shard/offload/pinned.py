@@ -35,7 +35,7 @@ def can_pin(device: torch.device) -> bool:
 def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device) -> torch.Tensor:
     """Return host memory of its own: a 1-D tensor of zeros, which begins at a page. Not collective.
 
-    It goes back to the system, not to a cache, when the last tensor that views it is gone. Whoever copies to or from it with
+    It goes back to the system, not to a cache, when the last tensor that views it is gone. Code that copies to or from it with
     ``non_blocking=True`` keeps it until the copy has ended: unlike that of torch's allocator it is not kept by copies. (When
     it is given back, `device` is waited for, so that a copy which was forgotten does no harm.)
 
@@ -46,7 +46,7 @@ def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device)
         numel: number of elements; with 0 nothing is page-locked.
         dtype: any with whole bytes.
         pin: page-lock the memory. Without effect where :func:`can_pin` is false.
-        device: that the memory is to be copied to and from.
+        device: the device that the memory is copied to and from.
 
     Raises:
         HostMemoryError: the system gives no more memory.
@@ -98,6 +98,6 @@ def _unlock(memory: mmap.mmap, runtime: Any, address: int, device: torch.device,
 
 
 def _clear_error(device: torch.device) -> None:
-    """Take back the error that the CUDA runtime remembers: else the next kernel's launch is told of it, whoever's it is."""
+    """Take back the error that the CUDA runtime remembers: else the launch of the next kernel, of any code, reports it."""
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.empty(1, device=device).fill_(0)

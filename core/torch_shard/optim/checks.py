@@ -17,7 +17,7 @@ from ..shard_tensor.state import is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.unit import unit_of
-from .engines_of_optimizer import params_of, runtime_of
+from .engines_of_optimizer import open_runtime_of, params_of
 from .registry import counters_in, is_counter
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def check_class(optimizer: Any, rank: int) -> None:
 
 
 def units_of(optimizer: Any) -> list[Unit]:
-    """Return the units whose parameters the optimizer holds, of whatever engine."""
+    """Return the units whose parameters the optimizer holds, of any engine."""
     found: dict[int, Unit] = {}
     for p in params_of(optimizer):
         unit = unit_of(p)
@@ -94,7 +94,7 @@ def refuse_others(optimizer: Any, runtime: Runtime, what: str = "") -> None:
         ConfigError: it does.
     """
     for p in params_of(optimizer):
-        other = runtime_of(p)
+        other = open_runtime_of(p)
         if other is not None and other is not runtime:
             raise ConfigError(
                 f"rank {runtime.collectives.world_rank}: {what}{type(optimizer).__name__} holds parameters of two sharded "

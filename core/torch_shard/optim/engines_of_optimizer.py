@@ -17,7 +17,7 @@ from ..unit.unit import unit_of
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
-__all__ = ["OPEN", "first_runtime", "params_of", "runtime_of", "runtimes_of"]
+__all__ = ["OPEN", "first_runtime", "open_runtime_of", "params_of", "runtimes_of"]
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runtimes of this process whose engines follow optimizers' steps."""
@@ -30,7 +30,7 @@ def params_of(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def runtime_of(param: Any) -> Runtime | None:
+def open_runtime_of(param: Any) -> Runtime | None:
     """Return the runtime that shards `param`, or None if there is none or it is closed. A copy of a submodule has none."""
     unit = unit_of(param)
     if unit is None:
@@ -43,7 +43,7 @@ def first_runtime(optimizer: Any) -> Runtime | None:
     """Return the runtime of the optimizer's first sharded parameter."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            runtime = runtime_of(p)
+            runtime = open_runtime_of(p)
             if runtime is not None:
                 return runtime
     return None
@@ -57,4 +57,4 @@ def runtimes_of(optimizer: Any) -> list[Runtime]:
     params = [p for p in params_of(optimizer) if isinstance(p, ShardTensor)]
     # One parameter of each unit is enough; all parameters of a unit refer to it by one object.
     params = list(dict(zip(map(id, map(_unit_ref, params)), params, strict=True)).values())
-    return list(dict.fromkeys(runtime for runtime in map(runtime_of, params) if runtime is not None))
+    return list(dict.fromkeys(runtime for runtime in map(open_runtime_of, params) if runtime is not None))

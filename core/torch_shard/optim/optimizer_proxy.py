@@ -20,7 +20,7 @@ class StepBackend:
 
     Attributes:
         runtimes: the runtimes of the engines whose parameters the optimizer holds.
-        state: what the step gets as the optimizer's ``state``.
+        state: the mapping that the step gets as the optimizer's ``state``.
     """
 
     runtimes: list[Any]
@@ -64,7 +64,8 @@ class StepBackend:
 class StateView(MutableMapping[Any, Any]):
     """A view of an optimizer's state, whose keys are tensors that the step works on.
 
-    These methods would make an entry in a defaultdict if they were those of the abstract class.
+    get, setdefault and pop are overridden, because the abstract class's methods index the mapping, which would create entries
+    in a defaultdict.
     """
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -89,7 +90,7 @@ class StateView(MutableMapping[Any, Any]):
 
 
 class OptimizerProxy:
-    """Shares all attributes of the optimizer but the groups and the state."""
+    """An object that shares all attributes of the optimizer but the groups and the state."""
 
     __slots__ = ("_session",)
     _session: Session
@@ -189,7 +190,7 @@ def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) ->
 
     Args:
         optimizer: the user's optimizer.
-        backend: what the step works on.
+        backend: the object that holds the state that the step works on.
         classes: the classes of such objects by class of optimizer, which the caller keeps. A new one for each step would be a
             class to collect, and a call of the user's ``__init_subclass__``.
     """

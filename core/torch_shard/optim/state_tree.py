@@ -11,7 +11,7 @@ from ..layout.dtensor_placement import local_of
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.wrapper_subclasses import Taken, is_wrapper, take
 
-__all__ = ["Sent", "copied", "local", "mapped", "tensors_of"]
+__all__ = ["Sent", "copied", "local", "map_tensors", "tensors_of"]
 
 
 class Sent:
@@ -38,28 +38,30 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in tensors_of(child)]
 
 
-def mapped(value: Any, change: Any) -> Any:
+def map_tensors(value: Any, change: Any) -> Any:
     """Return `value` with new containers, in which `change` was called with each plain tensor or :class:`Sent`."""
     if is_wrapper(value):
         value = take(value)
     if isinstance(value, Taken):
-        return value.mapped(lambda part: mapped(part, change))
+        return value.map_parts(lambda part: map_tensors(part, change))
     if isinstance(value, (torch.Tensor, Sent)):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: mapped(child, change) for key, child in value.items()}
+        return {key: map_tensors(child, change) for key, child in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(child, change) for child in value))
+        return type(value)(*(map_tensors(child, change) for child in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(child, change) for child in value)
+        return type(value)(map_tensors(child, change) for child in value)
     return value
 
 
 def local(value: Any) -> Any:
     """Return `value` with this rank's part of each DTensor, which shares its memory."""
-    return mapped(value, local_of)
+    return map_tensors(value, local_of)
 
 
 def copied(value: Any, device: str | None = None) -> Any:
     """Return `value` with a copy of each plain tensor, on `device` or its own; ShardTensors stay."""
-    return mapped(value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True))
+    return map_tensors(
+        value, lambda t: t if isinstance(t, ShardTensor) else t.detach().to(device or t.device, copy=True)
+    )

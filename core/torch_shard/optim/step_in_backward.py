@@ -66,7 +66,7 @@ class InBackward:
         if steps_on_host(optimizer, [runtime]):
             self._host = HostUnits(optimizer)
             self._host.function = self._function
-        # By id of a flat buffer, the one that was stepped after it in the latest backward:
+        # By id of a flat buffer: the buffer that was stepped after it in the latest backward.
         self._followed: dict[int, FlatBuffer] = {}
         self._latest: FlatBuffer | None = None
         self._steps = {
@@ -78,7 +78,7 @@ class InBackward:
         self._classes: dict[type, type] = {}  # of proxies
         # The options of the groups as the latest backward has found them; empty after a step of the user's.
         self._options: list[Options] = []
-        # By index of the unit:
+        # The following are kept by index of the unit.
         self._expected: dict[int, weakref.WeakSet[Use]] = {}  # the forwards that backward has not come back to
         self._issued: dict[int, bool] = {}  # units reduced in this backward; True: they are stepped at its end
         self._gathered: set[int] = set()  # units gathered once more after their reduction
@@ -173,8 +173,8 @@ class InBackward:
                 options.take_back()
 
     def put_back(self, optimizer: Any) -> None:
-        """End the step that :meth:`take_back` has begun. It counts nothing where a class counts only groups with gradients, which
-        the units' steps have used up: then the count of the backward stays."""
+        """End the step that :meth:`take_back` has begun. If the user's ``step()`` counted nothing, because backward had used
+        up the gradients, the count of the backward stays."""
         if optimizer is self.optimizer:
             for options in self._options:
                 options.put_back()
@@ -222,8 +222,8 @@ class InBackward:
 
     def note_computed_with(self, unit: Unit) -> None:
         """Note that this rank computes with `unit` in backward."""
-        again = self._gathered if unit.gathers else self._issued
-        if unit.index in again:
+        unsharded = self._gathered if unit.gathers else self._issued
+        if unit.index in unsharded:
             self._computed_with.add(unit.index)
 
     def votes(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The hooks by which an engine sees every optimizer step that changes its parameters, whoever calls it.
+"""The hooks by which an engine sees every optimizer step that changes its parameters, wherever it is called.
 
 After a step, gathered copies and graphs over them are out of date. What the step's arithmetic works on is decided here: flat
 tensors (:mod:`.elementwise.step`), full matrices at their owners (:mod:`.matrix.step`), or the ShardTensors themselves.
@@ -80,7 +80,7 @@ class StepWatch:
 
     # -- around a step ------------------------------------------------------------------------------------------
     def find(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Have :meth:`before` and :meth:`after` called next to a step that begins."""
+        """Arrange calls of :meth:`before` and :meth:`after` next to a step that begins."""
         if self._led(optimizer) is None:
             return
         handles = self._hooks.get(optimizer)
@@ -273,7 +273,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hook_bases(cls: type) -> None:
-    """Have torch call step hooks for the base classes of `cls`, whose ``step`` it may call by ``super()``.
+    """Make torch call step hooks for the base classes of `cls`, whose ``step`` it may call by ``super()``.
 
     torch itself does that for classes that have had an instance.
     """

@@ -27,15 +27,15 @@ class PredictedBytes:
         parameters: the rank's shards of the parameters, in the dtypes in which they are stored.
         gradients: the rank's shards of the gradients.
         optimizer: the rank's shards of the optimizer state.
-        residual: what error feedback keeps of quantized gradients, see :class:`torch_shard.Quantized`.
-        gathered_peak: the units that are gathered at one time, at most, while a step runs.
+        residual: the residuals that error feedback keeps of quantized gradients, see :class:`torch_shard.Quantized`.
+        gathered_peak: the most bytes of units that are gathered at one time while a step runs.
         gradient_peak: full gradients, reductions in flight, and copies on their way to the host, at most, while a step runs.
             (Over Gloo fewer reductions are in flight than on a GPU, for which this is.)
-        device: what lies on the device between steps.
-        host: what lies in host memory between steps, with offload: also the copies of parameters that cross to the device, and
-            buffers in which gradients arrive. Over Gloo these buffers are not needed where parameters are sharded.
-        host_peak: what lies in host memory at most, which is while gradients are accumulated over several backwards.
-        disk: what of the parameters and the optimizer state lies on disk.
+        device: the bytes on the device between steps.
+        host: the bytes in host memory between steps, with offload. These include the copies of parameters that cross to the
+            device, and buffers in which gradients arrive. Over Gloo these buffers are not needed where parameters are sharded.
+        host_peak: the most bytes in host memory, which is while gradients are accumulated over several backwards.
+        disk: the bytes of parameters and optimizer state on disk.
         unsharded_total: parameters, gradients and optimizer state without sharding, as DDP has them.
     """
 
@@ -140,11 +140,11 @@ class _Shard:
 
 def _shards(plan: Plan, unit: UnitPlan) -> Iterator[_Shard]:
     for params in unit.flat_buffers:
-        numel, dtypes, code = shard_numel(params, plan.shard_ranks), params[0].dtypes, None
+        numel, dtypes, quantizer = shard_numel(params, plan.shard_ranks), params[0].dtypes, None
         if dtypes.quantized is not None and plan.shard_ranks > 1:
-            code = dtypes.quantized.parameter_quantizer(dtypes, numel)
-        crossing = numel * dtypes.compute.itemsize if code is None else code.nbytes
-        yield _Shard(numel, dtypes, params[0].requires_grad, crossing, dtypes.casts or code is not None)
+            quantizer = dtypes.quantized.parameter_quantizer(dtypes, numel)
+        crossing = numel * dtypes.compute.itemsize if quantizer is None else quantizer.nbytes
+        yield _Shard(numel, dtypes, params[0].requires_grad, crossing, dtypes.casts or quantizer is not None)
 
 
 def shard_numel(params: Sequence[ParamInfo], ranks: int) -> int:

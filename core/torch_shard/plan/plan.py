@@ -155,7 +155,7 @@ class Plan:
         world_size: the number of ranks that share the parameters.
         ignored: the full names of parameters that are not sharded, in registration order.
         buffers: all buffers of the model, in registration order, each object once.
-        strategy, prefetch, offload: as in ``ShardConfig``; used for the predicted bytes only.
+        strategy, prefetch, offload: the settings of ``ShardConfig``; used for the predicted bytes only.
     """
 
     units: tuple[UnitPlan, ...]
@@ -243,7 +243,7 @@ class Plan:
         unit, last = group[0], group[-1]
         name = unit.name if len(group) == 1 else f"{unit.name} to {last.name} ({len(group)} units)"
         triggers = [t or "(root)" for t in unit.triggers]
-        shown = ", ".join(triggers[:3]) + (f", +{len(triggers) - 3}" if len(triggers) > 3 else "")
+        text = ", ".join(triggers[:3]) + (f", +{len(triggers) - 3}" if len(triggers) > 3 else "")
         return (
             name,
             f"{len(unit.params):,}",
@@ -251,7 +251,7 @@ class Plan:
             ", ".join(map(str, unit.kinds)),
             mib(unit.nbytes),
             mib(unit.shard_bytes(self.shard_ranks)),
-            "each itself" if len(group) > 1 else shown,
+            "each itself" if len(group) > 1 else text,
         )
 
     def _summary(self) -> list[str]:

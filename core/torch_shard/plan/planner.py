@@ -162,11 +162,11 @@ class _Planner:
             for index, entry in enumerate(units):
                 matched = [n for n in self.tree.root.walk() if chooses(entry, n.name, n.module)]
                 if not matched:
-                    shown = repr(entry) if isinstance(entry, str) else entry.__name__
+                    text = repr(entry) if isinstance(entry, str) else entry.__name__
                     what = "module name" if isinstance(entry, str) else "module of that class"
                     names = {n.name: 0 for n in self.tree.root.walk()}
                     hint = _hint(entry, names) if isinstance(entry, str) else ""
-                    raise ConfigError(f"units[{index}] matches no {what}: {shown}.{hint}")
+                    raise ConfigError(f"units[{index}] matches no {what}: {text}.{hint}")
                 chosen.update(dict.fromkeys(matched))
             self._place_modules([n for n in self.tree.root.walk() if n in chosen])
         else:

@@ -30,7 +30,7 @@ _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def install(runtime: Runtime) -> None:
-    """Have `runtime` hear of each call of `torch.autograd.backward` from now on."""
+    """Tell `runtime` of each call of `torch.autograd.backward` from now on."""
     _runtimes.add(runtime)
     original = torch.autograd.backward
     if getattr(original, "_torch_shard", False):

@@ -6,16 +6,16 @@ from ..comm.consensus import agree
 from ..utils.autograd_private import graph_task
 from .runtime import Runtime
 
-__all__ = ["meet"]
+__all__ = ["wait_for_all"]
 
 
-def meet(runtime: Runtime, seconds: float, what: str) -> None:
-    """Wait until all ranks have come to `what`. Collective.
+def wait_for_all(runtime: Runtime, seconds: float, what: str) -> None:
+    """Wait until all ranks have reached `what`. Collective.
 
     Inside a backward, which comes to the same place at another time on each rank, this returns at once.
 
     Args:
-        runtime: of the engine whose ranks are meant.
+        runtime: the runtime of the engine whose ranks wait.
         seconds: the least time to wait for a rank, since the work of one rank alone may take so long.
         what: the operation, for messages.
 

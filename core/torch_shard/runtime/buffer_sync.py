@@ -16,7 +16,8 @@ class BufferSync:
 
     def __init__(self, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
-        # As under DDP, before the first forward and before each forward after one whose backward reduces.
+        # True if the next training forward must broadcast: the first one, and each after a forward whose backward reduces, as
+        # under DDP.
         self.due = True
 
     def synchronise(self, root: nn.Module) -> None:
@@ -24,7 +25,7 @@ class BufferSync:
         # Under tensor parallelism a buffer may belong to a rank's own part of the model, so that data-parallel groups don't
         # share buffers.
         what = "the broadcast of buffers"
-        broadcast_coalesced(self.collectives, self._buffers(root), what, met=True, within_data_parallel=True)
+        broadcast_coalesced(self.collectives, self._buffers(root), what, arrived=True, within_data_parallel=True)
 
     def signature(self, root: nn.Module) -> tuple[int, str]:
         """Return a number that tells buffers of different sizes apart, and a text for an error."""

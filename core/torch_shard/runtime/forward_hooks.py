@@ -67,7 +67,7 @@ class Forwards:
         runtime.unshard(unit, phase)
         if phase == BACKWARD and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
-            # older than the ones being made now, so only this unit's own trigger may start the countdown to release.
+            # older than the ones being made now, so only this unit's own trigger may let the unit be resharded.
             unit.awaits_trigger = True
         unit.install()
         unit.running += 1

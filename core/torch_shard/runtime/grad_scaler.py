@@ -26,6 +26,7 @@ class _Task:
         pass
 
 
+# One for each running backward of a scaled loss. Autograd's graph task keeps it alive, so it goes when that backward ends.
 _tasks: weakref.WeakSet[_Task] = weakref.WeakSet()
 
 

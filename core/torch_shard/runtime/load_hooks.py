@@ -33,7 +33,7 @@ def notes_loads(hook: Any) -> bool:
 
 
 def note_loads(runtime: Runtime, unit: Unit, modules: Mapping[str, nn.Module]) -> None:
-    """Have loads into `modules`, which hold parameters of `unit`, noted."""
+    """Note loads into `modules`, which hold parameters of `unit`, from now on."""
     for name, module in modules.items():
         if not any(notes_loads(hook) for hook in module._load_state_dict_post_hooks.values()):
             module.register_load_state_dict_post_hook(partial(note_load, runtime, unit, name))

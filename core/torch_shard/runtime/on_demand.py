@@ -60,11 +60,11 @@ class OnDemand:
         Collective where the unit is not unsharded yet.
 
         Args:
-            unit: that holds `param`.
+            unit: the unit that holds `param`.
             param: an operand.
             func: the operation.
             local_ok: the operation gives the right result on shards, too.
-            dtypes: of the operands that are not sharded.
+            dtypes: the dtypes of the operands that are not sharded.
         """
         self.check_copies()
         if unit.is_summoned:
@@ -150,10 +150,10 @@ class OnDemand:
         """End the operation for which :meth:`begin` was called, also when it has raised.
 
         Args:
-            unit: as for :meth:`begin`.
-            result: of the operation; None if it has raised.
+            unit: the unit that :meth:`begin` was given.
+            result: the operation's result; None if it has raised.
             copies: tensors in `result` that stand for views of unsharded parameters.
-            name: of the parameters.
+            name: the names of the parameters.
         """
         # Plain torch refuses an in-place edit of a view of a parameter that records gradients.
         self.watch_copies([c for c in copies if not c.requires_grad], name)

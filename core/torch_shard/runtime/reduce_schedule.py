@@ -31,7 +31,7 @@ PAUSE = 0.2
 # Seconds that a rank whose backward has failed waits for reductions within its replica, so that replicas stay in step. If the
 # other ranks have failed as well, these reductions end at once.
 _WAIT_WITHIN_REPLICA = 5.0
-# Number of backwards in which nobody waits for PAUSE, once that was in vain.
+# After a pause that has timed out, this many backwards don't pause.
 _NO_PAUSE_FOR = 100
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["engine_for", "engine_holding", "engine_of", "forget", "note", "note_runtime", "runtime_of"]
 
 _ATTRIBUTE = "_torch_shard_engine"
+# The engine of each runtime; neither is kept alive.
 _ENGINES: weakref.WeakKeyDictionary[Runtime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -38,7 +39,7 @@ def engine_for(given: object) -> Any:
 
 def note(model: nn.Module, engine: object) -> None:
     """Make `engine` the engine of `model`."""
-    # In __dict__, past nn.Module's __setattr__: an engine must neither be a submodule nor appear in the state dict.
+    # The engine goes to __dict__, past nn.Module.__setattr__: it must neither be a submodule nor appear in the state dict.
     model.__dict__[_ATTRIBUTE] = engine
 
 

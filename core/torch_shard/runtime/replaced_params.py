@@ -44,7 +44,7 @@ class Registrations:
         """Raise if the model holds a parameter that `runtime` does not know. Not collective.
 
         Args:
-            runtime: whose units the parameters must belong to.
+            runtime: the runtime whose units must hold the parameters.
 
         Raises:
             ReplacedParameterError: names the parameter.

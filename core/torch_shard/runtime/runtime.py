@@ -62,8 +62,8 @@ class Runtime:
         self.buffers: BufferSync | None = None
         channel = collectives.gather_channel
         self.engine_order = channel.groups.engine_order if channel is not None else None
-        # Of this rank, to be compared with the other ranks'. Its `number` is this engine's among those over the same groups, 0
-        # for a copy that has not run yet.
+        # This rank's sequence of operations, which the ranks compare. Its `number` identifies the engine among those over the
+        # same groups; it is 0 for a deep copy before its first forward.
         self.operations = OperationSequence(collectives, self.engine_order)
         self.require_sync = True
         self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)
@@ -333,7 +333,7 @@ class Runtime:
         """Add the complete gradient of an unsharded parameter to the gradient buffer; reduce what is complete."""
         if graph_task() not in self.tasks:
             self.arm()
-        # A unit of which this use has saved nothing may be prefetched for an earlier use; nobody waits for it.
+        # A unit of which this use has saved nothing may be prefetched for an earlier use, and is not waited for.
         if unit.state is State.GATHERING and not unit.uses and not unit.kept:
             raise UnitStateError(
                 f"rank {self.collectives.world_rank}: a gradient of {flat.layout.slots[index].name} arrived while unit "

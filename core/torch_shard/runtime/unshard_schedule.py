@@ -35,7 +35,7 @@ class UnshardSchedule:
         self._replicated = collectives.size == 1 < collectives.data_parallel_size
         self.gathered: dict[int, Unit] = {}  # units that are unsharded or being unsharded, by index
         self.fresh = False  # no unit was unsharded yet in this forward
-        self.fresh_backward = False  # ... in this backward
+        self.fresh_backward = False  # the same in this backward
         self.passed: set[int] = set()  # indices of units that were unsharded in this backward for other ranks only
         self.needed: set[int] = set()  # indices of units whose backward has begun on this rank
         self.double_backward = False  # a graph of gradients reads unsharded parameters, so that nothing is resharded

@@ -1,1 +1,1 @@
-"""From a plain model to a sharded one."""
+"""The set-up of a sharded model from a plain one."""

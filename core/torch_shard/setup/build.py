@@ -1,4 +1,4 @@
-"""From a plain model to a sharded one, in five steps: plan, agree, allocate, fill, register.
+"""The set-up of a sharded model from a plain one, in five steps: plan, agree, allocate, fill, register.
 
 A failure of one rank is a failure of all ranks, and changes nothing (:mod:`.undo`). So all that may fail on one rank alone (user
 code, reading files, taking memory) comes before the ranks agree for the last time. Most of it comes while parameters that have

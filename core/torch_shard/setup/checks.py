@@ -176,7 +176,7 @@ _EQUAL = (
     "sync_module_states",
     "broadcast_buffers",
 )
-_COPIES = "which ranks share a replica (shard_size, mesh)"
+_REPLICAS = "which ranks share a replica (shard_size, mesh)"
 _DEVICE = "the kind of device"
 _FILES = "what is read from files"
 
@@ -184,7 +184,7 @@ _FILES = "what is read from files"
 def _settings(c: Collectives, model: nn.Module, config: ShardConfig) -> dict[str, str]:
     """Return what must be equal on all ranks besides the plan, as texts that are equal if the settings are."""
     found = {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
-    return found | {_COPIES: f"{c.topology}", _DEVICE: f"the model is on {c.device.type}", _FILES: described(model)}
+    return found | {_REPLICAS: f"{c.topology}", _DEVICE: f"the model is on {c.device.type}", _FILES: described(model)}
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
@@ -198,7 +198,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 def _difference(what: str, first: str, rank: int, other: str) -> Exception:
     """Return the error for ranks 0 and `rank`, of which one has `first` and the other `other`."""
     text = f"{what} differs between the ranks: on rank 0 {first}; on rank {rank} {other}"
-    if what in (*_EQUAL, _COPIES):
+    if what in (*_EQUAL, _REPLICAS):
         return ConfigError(f"{text}. Pass equal settings to shard() on every rank.")
     if what in (_FILES, _DEVICE):
         return SetupError(f"{text}. Build the model from equal files, and on the same kind of device, on every rank.")

@@ -73,7 +73,7 @@ class Waiting(torch.Tensor):
                 return _assign(source, args[1])
             # Unlike torch's own `.data`, a detached tensor shares the version counter.
             result = source.detach() if source is not None and func == _GET_DATA else func(*args, **(kwargs or {}))
-            # transformers pads the bias of a tied head by nothing, as a rule.
+            # transformers calls pad() on a tied head's bias, nearly always with zero elements.
             same = func in _SAME_VALUES or (func is nn.functional.pad and not any((*args, *(kwargs or {}).values())[1]))
             return _waiting_too(source, result) if source is not None and same else result
 
@@ -98,7 +98,7 @@ class Waiting(torch.Tensor):
 
 
 def defer(param: nn.Parameter, values: Deferred) -> None:
-    """Have `param`, which is on the meta device, filled with `values` when it is sharded. Not collective."""
+    """Let `param`, which is on the meta device, be filled with `values` when it is sharded. Not collective."""
     if type(param) is nn.Parameter:
         _make_waiting(param)
     _note(param, values)

@@ -2,7 +2,7 @@
 
 A parameter's content is swapped for its shard in place. What it was stays with it where that costs nothing: a parameter on the
 meta device or in a file has no values, and values on another device than the shards, or in a wider dtype, are there until the
-whole model has moved.
+full model has moved.
 Where a parameter lies on the device of its shard, its memory is freed at once, because some models fit only if they shrink unit
 by unit. After a failure that all ranks know of, the ranks gather these values from the shards. (If rank 0's values were sent,
 they are rank 0's.) By then user code has run and files have been read, so that only missing memory can be the reason.

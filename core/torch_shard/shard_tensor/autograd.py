@@ -129,10 +129,10 @@ class _MeanShard(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, spec: ShardSpec, everyone: Any) -> Any:
+    def forward(ctx: Any, full: torch.Tensor, spec: ShardSpec, data_parallel: Any) -> Any:
         total = full.detach().clone(memory_format=torch.contiguous_format)
-        everyone.all_reduce(total, "sum", f"the gradient of {spec.name}")
-        return ShardTensor.from_full(total.div_(everyone.size), spec)
+        data_parallel.all_reduce(total, "sum", f"the gradient of {spec.name}")
+        return ShardTensor.from_full(total.div_(data_parallel.size), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -196,12 +196,12 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reduced(unit: Any, param: Any, from_shards: Any, from_unsharded: Any) -> Any:
-    spec, everyone = param._spec, unit.collectives.data_parallel  # all replicas, since their gradients differ, too
+    spec, data_parallel = param._spec, unit.collectives.data_parallel  # all replicas, since their gradients differ, too
     used = torch.tensor(float(from_unsharded is not None), device=param._local.device)
-    if not everyone.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
+    if not data_parallel.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
         return from_shards
     stored = param._local.dtype  # as in plain torch, the result has the dtype of the parameter
     if from_unsharded is None:  # only other ranks have used the parameter
         from_unsharded = torch.zeros(spec.shape, dtype=stored, device=param.device)
-    grad: Any = _MeanShard.apply(from_unsharded.to(stored), spec, everyone)
+    grad: Any = _MeanShard.apply(from_unsharded.to(stored), spec, data_parallel)
     return grad if from_shards is None else grad + from_shards

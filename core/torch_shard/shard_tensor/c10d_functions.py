@@ -47,7 +47,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}")
     work = call.run(sharded, copies)
     if isinstance(work, dist.Work):
-        # async_op=True: nobody would copy the result later. Hazard: NCCL writes on a stream of its own; this makes the current
+        # async_op=True: nothing would copy the result later. Hazard: NCCL writes on a stream of its own; this makes the current
         # stream wait for it before the copies below.
         work.wait()
     # All are copied back, because these functions don't count what they write in the tensors' versions.

@@ -33,7 +33,7 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
 
     Args:
         tensors: the tensors, the same on all ranks.
-        what: for messages.
+        what: the operation, for messages.
 
     Raises:
         DivergenceError: another rank gathers something else; found on the CPU only.
@@ -122,19 +122,19 @@ def _cuts(tensors: Sequence[ShardTensor], what: str) -> list[list[_Cut]]:
     for t in tensors:
         if (part := t._spec.part) is not None:  # other ranks' shards don't follow from this rank's layout
             message.append([t._spec.start, t._spec.stop, part.dim, part.offsets[part.dim], part.sizes[part.dim]])
-    told: Iterator[list[list[int]]] = iter(())
+    messages: Iterator[list[list[int]]] = iter(())
     if len(message) > 1 or device.type == "cpu":  # on a GPU the host would have to wait for the keys
-        everyone = comm.all_gather(torch.tensor(message, device=device), what)
-        if device.type == "cpu" and set(everyone[:, 0].flatten().tolist()) != {key}:
+        gathered = comm.all_gather(torch.tensor(message, device=device), what)
+        if device.type == "cpu" and set(gathered[:, 0].flatten().tolist()) != {key}:
             raise DivergenceError(
                 f"rank {comm.world_rank}: {what} met another operation of other ranks. It is collective: call it on all "
                 "ranks, in one order."
             )
-        told = iter(everyone[:, 1:].transpose(0, 1).tolist())
+        messages = iter(gathered[:, 1:].transpose(0, 1).tolist())
     return [
         [_Cut(*t._spec.layout.owned(t._spec.index, rank)) for rank in range(comm.size)]
         if t._spec.part is None
-        else [_Cut(*values) for values in next(told)]
+        else [_Cut(*values) for values in next(messages)]
         for t in tensors
     ]
 

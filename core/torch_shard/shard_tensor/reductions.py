@@ -81,7 +81,7 @@ def _one(func: Any, args: Any, kwargs: Any) -> tuple[ShardSpec, torch.Tensor, di
 
 
 def _plain(func: Any, spec: ShardSpec, local: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """Have plain torch reduce an empty tensor, or raise for a dtype; there is nothing to communicate."""
+    """Make plain torch reduce an empty tensor, or raise for a dtype; there is nothing to communicate."""
     return func(local.new_empty(spec.shape), *args[1:], **kwargs)
 
 

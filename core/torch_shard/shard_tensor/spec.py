@@ -37,11 +37,11 @@ class ShardSpec:
         index: the parameter's position in ``layout.slots``.
         rank: this rank's position in ``layout``.
         comm: collectives over the ranks that share the parameter.
-        part: where tensor parallelism cuts the parameter, the part that the layout places; None where it places the full one.
-        name, shape, stride, numel: of the full parameter.
+        part: the part that the layout places, if tensor parallelism cuts the parameter; None if it places the full one.
+        name, shape, stride, numel: the full parameter's name, shape, strides and number of elements.
         start, stop: this rank's elements, in memory order, of what the layout places.
-        length: their number.
-        cut: equal for two specs exactly if shape, strides and every rank's shard are equal.
+        length: the number of these elements.
+        cut: a key that is equal for two specs exactly if shape, strides and every rank's shard are equal.
     """
 
     layout: FlatLayout
@@ -112,9 +112,9 @@ def gather_error(operands: Any, what: Any, why: str = "needs the full parameter"
     """Return the error for an operation that can't be computed on shards.
 
     Args:
-        operands: of the operation, those that are sharded and others, nested; or the :class:`ShardSpec` of the sharded one.
+        operands: the operation's operands, sharded ones and others, nested; or the :class:`ShardSpec` of the sharded one.
         what: the operation or its name.
-        why: why it can't.
+        why: the reason.
     """
     specs = [operands] if isinstance(operands, ShardSpec) else []
     specs = specs or [t._shard_state.spec for t in tensors_in(operands) if hasattr(t, STATE)]  # type: ignore[attr-defined]

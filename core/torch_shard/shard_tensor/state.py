@@ -38,11 +38,11 @@ class ShardState:
         origin: weak reference to the unit of the parameter from which the tensor was computed.
         converted: the tensor is a parameter, converted to another dtype or device.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
-        outdated: for a gradient that an optimizer has changed on the owning rank only, the optimizer's name and the version.
+        outdated: the optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
-        pending_writes: for an alias of host memory, the background work on that memory.
+        pending_writes: the background work on the memory, if the tensor is an alias of host memory.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class ShardState:
     def take_away(self, waits_for: PendingWrites) -> None:
         """Put `local` and `flat` aside until `waits_for` gives them back."""
         self.aside = self.local, self.flat
-        # In this order, so that another thread finds either `local` or `waits_for`.
+        # The order matters: another thread must find either `local` or `waits_for`.
         self.waits_for = waits_for
         del self.local, self.flat
 

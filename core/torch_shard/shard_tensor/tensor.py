@@ -38,7 +38,7 @@ class ShardTensor(torch.Tensor):
         local: 1-D tensor of ``spec.length`` elements, memory order; kept, not copied.
         spec: the parameter, and this rank's range of it.
         unit: the unit of a parameter, kept by weak reference. None for gradients, optimizer state and results.
-        requires_grad: as for any tensor.
+        requires_grad: True if the tensor records gradients.
     """
 
     _shard_state: ShardState
@@ -113,13 +113,13 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in GETTERS:  # hot: read many times a step
-            shown: Any = None
+            visible: Any = None
             if func == DTYPE:  # `is` would not do: each read makes a new object
-                shown = torch_function.computed_in(args[0])
+                visible = torch_function.computed_in(args[0])
             elif func == DEVICE:
-                shown = torch_function.computed_on(args[0])
-            if shown is not None:
-                return shown
+                visible = torch_function.computed_on(args[0])
+            if visible is not None:
+                return visible
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):

@@ -170,7 +170,7 @@ _SCALARS = NORMS | EXTREMES | SCALAR_REDUCTIONS
 
 
 # Gradients and optimizer state are cut like parameters and have no unit, as have tensors that were computed from parameters.
-# But nobody computes an output with gradients and optimizer state, so that these stay on shards. Hence `origin`, which tells
+# But no model computes an output with gradients and optimizer state, so that these stay on shards. Hence `origin`, which tells
 # them apart.
 def _is_derived(t: Any) -> bool:
     """Return True if `t` was computed from parameters: ``temp.exp()``, ``p * 2``, a meta-learner's ``p - lr * grad``."""
@@ -213,7 +213,7 @@ def _on_full_tensors(call: FunctionCall) -> Any:
     """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
     target = call.target
     if isinstance(target, ShardTensor) and _is_derived(target) and call.name not in IN_PLACE_OPERATORS:
-        # The function would edit the full tensor, which nobody keeps. `t += x` is right, since `t` becomes the result.
+        # The function would edit the full tensor, which is not kept. `t += x` is right, since `t` becomes the result.
         raise gather_error(call.tensors, call.name, "in place needs all of what was computed from it")
     derived = list({id(t): t for t in call.tensors if isinstance(t, ShardTensor) and _is_derived(t)}.values())
     with _NoTorchFunction():

@@ -108,8 +108,8 @@ def show_as_plain(params: list[nn.Parameter], plain: bool) -> None:
     """Give unsharded parameters the plain class nn.Parameter, which notes no reads of ``.data``, or their own class again."""
     for param in params:
         param.__dict__.pop("data_taken", None)
-        shown, noted = getattr(param, "classes", (nn.Parameter, UnshardedParam))
-        param.__class__ = shown if plain else noted
+        plain_class, noting_class = getattr(param, "classes", (nn.Parameter, UnshardedParam))
+        param.__class__ = plain_class if plain else noting_class
 
 
 def is_view(param: torch.Tensor, view: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ class Taken:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def mapped(self, change: Callable[[Any], Any]) -> Any:
+    def map_parts(self, change: Callable[[Any], Any]) -> Any:
         """Return this with each part replaced by ``change(part)``; a tensor again if all of these are tensors."""
         parts = {name: change(part) for name, part in self.parts.items()}
         if all(isinstance(part, torch.Tensor) for part in parts.values()):

@@ -110,7 +110,7 @@ def make_full(
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """A tensor of a state dict.
 
     Attributes:
@@ -125,10 +125,10 @@ class Entry:
     flat: FlatBuffer | None
 
 
-def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[Entry]:
+def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[StateEntry]:
     """Return the tensors of a state dict in the order in which all ranks gather them. Not collective."""
     flats = {id(flat.layout): flat for flat in runtime.flats}
-    entries: dict[Any, Entry] = {}
+    entries: dict[Any, StateEntry] = {}
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -137,7 +137,7 @@ def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[Entry]:
             own = flats.get(id(value._spec.layout))
             if own is not None and not own.split and is_parameter(value, own):
                 flat, key = own, (id(own), value._spec.index)
-        entries.setdefault(key, Entry([], value, flat)).names.append(name)
+        entries.setdefault(key, StateEntry([], value, flat)).names.append(name)
     order = {id(flat): number for number, flat in enumerate(flats.values())}
     last = len(order)
     return sorted(
@@ -155,8 +155,8 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def full_values(
-    runtime: Runtime, entries: Sequence[Entry], what: str, memory: torch.Tensor | None = None
-) -> Iterator[list[tuple[Entry, torch.Tensor]]]:
+    runtime: Runtime, entries: Sequence[StateEntry], what: str, memory: torch.Tensor | None = None
+) -> Iterator[list[tuple[StateEntry, torch.Tensor]]]:
     """Yield entries with their full values, those of one flat buffer together. Collective.
 
     Args:

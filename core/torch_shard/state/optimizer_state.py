@@ -130,8 +130,8 @@ OTHER = "other_state"
 
 
 @dataclass(frozen=True)
-class Together:
-    """One kind of state of the parameters of a flat buffer, which is gathered together.
+class StateBatch:
+    """The entries of one key for all parameters of a flat buffer, gathered in one collective.
 
     Attributes:
         flat: the flat buffer.
@@ -151,14 +151,14 @@ class ShardedEntries:
     """An optimizer's sharded state, in the order in which all ranks gather it.
 
     Attributes:
-        together: the state that is sharded like its parameters.
-        alone: number, kind and value of all other state that holds ShardTensors or DTensors: what is sharded in another way, or
+        batches: the state that is sharded like its parameters.
+        others: number, kind and value of all other state that holds ShardTensors or DTensors: what is sharded in another way, or
             split by tensor parallelism, too; DTensors from steps before sharding; lists and dicts of such tensors.
         key: an object that is equal on ranks that gather the same.
     """
 
-    together: list[Together]
-    alone: list[tuple[int, Any, Any]]
+    batches: list[StateBatch]
+    others: list[tuple[int, Any, Any]]
     key: object
 
 
@@ -172,8 +172,8 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
     """
     flats = runtime.flats
     places = {id(flat.layout): place for place, flat in enumerate(flats) if not flat.split}
-    together: dict[tuple[int, str, str], Together] = {}
-    alone: list[tuple[int, Any, Any]] = []
+    batches: dict[tuple[int, str, str], StateBatch] = {}
+    others: list[tuple[int, Any, Any]] = []
     for number, entries in state.items():
         param = params[number] if is_number(number, params) else None
         spec = param._spec if isinstance(param, ShardTensor) else None
@@ -186,16 +186,16 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
                 and same_cut(value._spec, spec)
             ):
                 key = place, str(kind), str(value.dtype)
-                if key not in together:
+                if key not in batches:
                     count = len(flats[place].params)
-                    together[key] = Together(flats[place], kind, [None] * count, [-1] * count)
-                together[key].shards[spec.index], together[key].numbers[spec.index] = value._local, number
+                    batches[key] = StateBatch(flats[place], kind, [None] * count, [-1] * count)
+                batches[key].shards[spec.index], batches[key].numbers[spec.index] = value._local, number
             elif any(isinstance(t, ShardTensor) or is_dtensor(t) for t in state_tree.tensors_of(value)):
-                alone.append((number, kind, value))
-    chosen = sorted(together)
-    same: list[Any] = [(*key, [number >= 0 for number in together[key].numbers]) for key in chosen]
-    same += [(number, kind, str(v.placements) if is_dtensor(v) else "") for number, kind, v in alone]
-    return ShardedEntries([together[key] for key in chosen], alone, same)
+                others.append((number, kind, value))
+    chosen = sorted(batches)
+    same: list[Any] = [(*key, [number >= 0 for number in batches[key].numbers]) for key in chosen]
+    same += [(number, kind, str(v.placements) if is_dtensor(v) else "") for number, kind, v in others]
+    return ShardedEntries([batches[key] for key in chosen], others, same)
 
 
 def full_values(
@@ -219,14 +219,14 @@ def full_values(
         what: the operation, for messages.
         memory: memory to gather in, as for :func:`.model_state.full_values`.
     """
-    for group in cut.together:
+    for group in cut.batches:
         full = full_tensors_from(group.flat, group.shards, what, memory)
         pieces = [(n, group.kind, value) for n, value in zip(group.numbers, full, strict=True) if value is not None]
         del full
         yield pieces
         pieces.clear()  # the caller's variable still refers to the list, and the next buffer is gathered now
-    for number, kind, value in cut.alone:
-        yield [(number, kind, state_tree.mapped(value, _full))]
+    for number, kind, value in cut.others:
+        yield [(number, kind, state_tree.map_tensors(value, _full))]
     for number, (source, description) in elsewhere.items():
         entries = matrix_state.sent(runtime, state, number, source, description, wanted, what)
         yield [(number, None, entries)] if wanted else []
@@ -287,7 +287,7 @@ def optim_state_dict_to_load(
     # Empty entries count, since they decide which rank owns what.
     key = sorted((str(name), bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
     agree(runtime, what, key, error)
-    elsewhere = matrix_state.elsewhere(runtime, optimizer, names, state_dict["state"])
+    elsewhere = matrix_state.owned_elsewhere(runtime, optimizer, names, state_dict["state"])
     # torch leaves parameters that were never used out of the state, so this may be intended or a loss.
     bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
     if bare:
@@ -308,7 +308,7 @@ def by_number(
         optimizer: the optimizer whose parameters, groups and state these are.
         names: the parameters' names, by id.
         state_dict: state by name.
-        elsewhere: by the id of each parameter whose full state is at one rank, True if that is another rank.
+        elsewhere: the ids of parameters whose full state is at one rank, with True if that is another rank.
         in_place: copy shards into the optimizer's own state if it has any; its old values are lost.
     """
     elsewhere = elsewhere or {}
@@ -335,14 +335,14 @@ def load_by_name(
     """Load full state by name, which fits; this rank keeps its shards of it. Not collective; call it on all ranks.
 
     Args:
-        runtime, optimizer, names, state_dict: as for :func:`by_number`.
+        runtime, optimizer, names, state_dict: the arguments of :func:`by_number`, and the engine's runtime.
         change: a function that is called with the state by number, to change it before it is loaded.
 
     Raises:
         StateDictError: the optimizer's own ``load_state_dict``, or one of the user's hooks of it, failed.
     """
     # This gives parameters owners, the same on all ranks.
-    elsewhere = matrix_state.elsewhere(runtime, optimizer, names, state_dict["state"])
+    elsewhere = matrix_state.owned_elsewhere(runtime, optimizer, names, state_dict["state"])
     try:
         given = by_number(optimizer, names, state_dict, elsewhere, in_place=True)
         change(given["state"])
@@ -371,7 +371,7 @@ def groups_by_number(
 def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any], into: Any = None) -> Any:
     """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits, or the entry if it has none.
 
-    `counters` is what :func:`~..optim.registry.counters_in` finds in the whole state, here and below.
+    `counters` is what :func:`~..optim.registry.counters_in` finds in the full state, here and below.
     """
     if not isinstance(value, torch.Tensor):
         return state_tree.local(value) if isinstance(param, ShardTensor) else value

@@ -80,7 +80,7 @@ class Accumulation:
 
     def holds(self, index: int) -> bool:
         """Return True if the user has not cleared a gradient since the last backward. Call without ``__torch_function__``."""
-        # First by identity: all ranks must answer alike, and a rank's shard may be empty.
+        # Identity is compared first: all ranks must answer alike, and this rank's shard may be empty.
         return index in self._left and (self._is_unchanged(index) or not self._is_cleared(index))
 
     def _is_unchanged(self, index: int) -> bool:

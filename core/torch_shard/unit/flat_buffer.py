@@ -51,11 +51,11 @@ class FlatBuffer:
         """Make the buffers over `shard`. Until :meth:`compute_in_its_dtype` modules compute in ``dtypes.stored``.
 
         Args:
-            layout: where each parameter lies; under tensor parallelism, this rank's part of each parameter.
-            dtypes: of storage, computation and gradients.
+            layout: the place of each parameter, or of this rank's part of it under tensor parallelism.
+            dtypes: the dtypes of storage, computation and gradients.
             shard: this rank's slot, 1-D, of ``dtypes.stored``.
-            unit: to which the buffers belong.
-            placed: how DTensor has distributed each parameter; empty where none is a DTensor.
+            unit: the unit that the buffers belong to.
+            placed: the distribution of each parameter by DTensor; empty where none is a DTensor.
         """
         self.layout, self.dtypes, self.collectives = layout, dtypes, unit.collectives
         self.memory = shard  # may still be written to in the background; see `shard`
@@ -111,14 +111,14 @@ class FlatBuffer:
             self.host.pending_writes.wait_for_writes()
         return self.memory._version
 
-    def _build(self, compute: torch.dtype, code: BlockQuantizer | None) -> None:
-        """Make the full buffer and the unsharded parameters, of dtype `compute`; `code` quantizes what is sent, if given."""
-        self.compute, self.code = compute, code
+    def _build(self, compute: torch.dtype, quantizer: BlockQuantizer | None) -> None:
+        """Make the full buffer and the unsharded parameters, of dtype `compute`; `quantizer` quantizes what is sent, if given."""
+        self.compute, self.quantizer = compute, quantizer
         self.casts = compute != self.dtype
-        self.exact = not self.casts and code is None  # modules compute with the stored values
-        # What this rank's slot of the full buffer held after the unshard, unless that is the shard, cast:
-        self._sent: torch.Tensor | None = None  # ... quantized, as it was sent
-        self._edited: torch.Tensor | None = None  # ... as a forward's edits have left it
+        self.exact = not self.casts and quantizer is None  # modules compute with the stored values
+        # After an unshard this rank's slot of the full buffer holds the shard, cast. If it holds other values, these keep them:
+        self._sent: torch.Tensor | None = None  # the quantized values that were sent
+        self._edited: torch.Tensor | None = None  # the values that a forward's edits have left
         # The unsharded parameters have memory of their own.
         self.gathers = self.sharded or self.casts or self.host is not None
         self.nbytes = self.layout.numel * compute.itemsize
@@ -128,7 +128,7 @@ class FlatBuffer:
         else:
             self.full = self.shard
         if self.host is not None:
-            self.host.compute_in(compute, code)
+            self.host.compute_in(compute, quantizer)
         # The secondary shard: kept between forward and backward, where fewer ranks than all share the unit then.
         self.secondary_shard: torch.Tensor | None = None
         if self.sharded and self.collectives.secondary_channel is not None:
@@ -155,11 +155,11 @@ class FlatBuffer:
 
         Call before anybody has seen an unsharded parameter.
         """
-        quantized, code = self.dtypes.quantized, None
+        quantized, quantizer = self.dtypes.quantized, None
         if quantized is not None and self.sharded:
-            code = quantized.parameter_quantizer(self.dtypes, self.layout.shard_numel)
-        if self.dtypes.casts or code is not None:
-            self._build(self.dtypes.compute, code)
+            quantizer = quantized.parameter_quantizer(self.dtypes, self.layout.shard_numel)
+        if self.dtypes.casts or quantizer is not None:
+            self._build(self.dtypes.compute, quantizer)
 
     def copy_for(self, unit: Unit) -> FlatBuffer:
         """Return a flat buffer of `unit`, a copy of this one's unit, with the same values and settings."""
@@ -221,15 +221,15 @@ class FlatBuffer:
     def start_gather(self, what: str) -> Pending | QuantizedGather | Crossing | None:
         """Start to fill the full buffer, which has memory; return None if that is done already. Collective."""
         self.fresh_version = self.version
-        if self.code is not None:
-            sent = torch.empty(self.code.nbytes, dtype=torch.uint8, device=self.full.device)
+        if self.quantizer is not None:
+            sent = torch.empty(self.quantizer.nbytes, dtype=torch.uint8, device=self.full.device)
             if self.host is None:
                 with torch.no_grad():
-                    self.code.encode(self.shard.unsqueeze(0), sent.unsqueeze(0))
+                    self.quantizer.encode(self.shard.unsqueeze(0), sent.unsqueeze(0))
             else:
                 self.host.copy_to(sent)
             self._sent, self._edited = sent, None
-            return QuantizedGather(self.collectives, self.code, sent, self.full, what)
+            return QuantizedGather(self.collectives, self.quantizer, sent, self.full, what)
         if self.host is not None:
             crossing = self.host.copy_to(self.own)
             if not self.sharded:
@@ -281,15 +281,15 @@ class FlatBuffer:
         return not torch.equal(self.own.view(torch.uint8), self._as_gathered().view(torch.uint8))
 
     def _as_gathered(self) -> torch.Tensor:
-        """Return what this rank's slot of the full buffer holds unless somebody has written to it."""
+        """Return what this rank's slot of the full buffer holds unless it has been written to."""
         if self._edited is not None:
             return self._edited
-        if self.code is None:
+        if self.quantizer is None:
             return self.shard.to(self.own.device, self.compute)
         # Quantizing the shard once more would not do: one edited element changes the codes of its block.
         assert self._sent is not None
         values = torch.empty_like(self.own)
-        self.code.decode(self._sent.unsqueeze(0), values.unsqueeze(0))
+        self.quantizer.decode(self._sent.unsqueeze(0), values.unsqueeze(0))
         return values
 
     def take_edits(self) -> None:
@@ -303,7 +303,7 @@ class FlatBuffer:
                 changed = self.own.view(integer) != before.view(integer)
                 changed &= ~(self.own.isnan() & before.isnan())  # a cast alone may change the bits of a NaN
                 torch.where(changed.to(shard.device), self.own.to(shard.device, self.dtype), shard, out=shard)
-                if self.code is not None:
+                if self.quantizer is not None:
                     self._edited = self.own.clone()
         self.fresh_version = self.shard._version
         self.note_versions()
@@ -338,7 +338,7 @@ class FlatBuffer:
         refuse_recorded_edit(self.unsharded_params[i], self.layout.slots[i].name, self.collectives.world_rank)
 
     def renew(self) -> None:
-        """Leave the full buffer to whoever holds it, and point the unsharded parameters at a new one without memory."""
+        """Leave the full buffer to the objects that hold it, and point the unsharded parameters at a new one without memory."""
         with torch.inference_mode(False), torch.no_grad():
             self.full = torch.empty(self.layout.numel, dtype=self.compute, device=self.full.device)
             for i, unsharded in enumerate(self.unsharded_params):

@@ -16,7 +16,7 @@ def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -
 
     Args:
         flat: the buffer.
-        what: for messages.
+        what: the operation, for messages.
         memory: uint8, on the engine's device; holds the result. None for new memory.
     """
     if not flat.sharded:
@@ -31,9 +31,9 @@ def full_tensors_from(
 
     Args:
         flat: the buffer whose layout applies.
-        shards: for each parameter this rank's shard (1-D, any dtype), or None on all ranks.
-        what: for messages.
-        memory: as for :func:`full_flat`; then all shards must have one dtype.
+        shards: this rank's shard of each parameter (1-D, any dtype), or None on all ranks.
+        what: the operation, for messages.
+        memory: memory that :func:`full_flat` takes; then all shards must have one dtype.
 
     Returns:
         For each parameter a plain tensor of its shape and strides in new memory; None where the shard is None.

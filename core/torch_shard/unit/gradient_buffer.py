@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook
     from ..offload.host_gradients import HostGradients
 
-# What a rank knows of a parameter's gradient at the end of a backward; 0 means that nobody asked for it.
+# What a rank knows of a gradient at the end of a backward: 0 (not expected), EXPECTED or ARRIVED.
 EXPECTED, ARRIVED = 1, 2
 
 
@@ -52,7 +52,7 @@ class GradientBuffer:
         self.expected = [False] * n  # the running backward may bring its gradient
         self.arrived = [False] * n  # the running backward has brought its gradient
         self.unreduced = [False] * n  # its slot of `flat` has a gradient that is not reduced yet
-        self.deferred = [False] * n  # ... and had one when the running backward began
+        self.deferred = [False] * n  # its slot had an unreduced gradient when the running backward began
         self.missing = 0  # how many are expected and have not arrived
         self.flat: torch.Tensor | None = None  # this rank's gradients in the full layout; None before the first arrives
         self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
@@ -69,9 +69,9 @@ class GradientBuffer:
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
-            code = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
-            if code is not None:
-                self.quantized = QuantizedGradients(code, layout, dtypes, collectives)
+            quantizer = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
+            if quantizer is not None:
+                self.quantized = QuantizedGradients(quantizer, layout, dtypes, collectives)
         self._gaps = layout.gaps()
         self._cut = tuple((slot.shape, slot.stride, slot.offset) for slot in layout.slots)  # without names
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
@@ -95,7 +95,7 @@ class GradientBuffer:
         self._divide(other._factor, other._rest)
 
     def reduce_by(self, hook: CommHook) -> None:
-        """Have `hook` reduce from now on; it divides, too."""
+        """Make `hook` reduce from now on; it divides, too."""
         self.hook = hook
         self._divide(1.0, 1.0)
 
@@ -244,7 +244,7 @@ class GradientBuffer:
 
         Args:
             result: the reduced shard.
-            factor: what the result has to be multiplied with, in the dtype of `.grad`.
+            factor: the factor of the result, to be multiplied in the dtype of `.grad`.
             streams: CUDA streams to which the memory of `result` may belong.
         """
         host = self.host
@@ -343,9 +343,9 @@ class GradientBuffer:
                 param = self.params[i]
                 if own_grad(param) is None:
                     own = own or self._own_shards()
-                    shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
-                    shown._shard_state.unreduced = True
-                    set_own_grad(param, shown)
+                    deferred_grad = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
+                    deferred_grad._shard_state.unreduced = True
+                    set_own_grad(param, deferred_grad)
             self.accumulation.note(deferred)
         if self.host is not None and own:
             self.host.pending_writes.block_reads(self._present_grads())

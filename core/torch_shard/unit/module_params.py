@@ -51,7 +51,7 @@ def held_by(param: Any, rnns: Iterable[nn.Module]) -> str | None:
 
 
 def rebuild_flat_weights(module: nn.RNNBase) -> None:
-    """Have an RNN module read the parameters that it holds now."""
+    """Make an RNN module read the parameters that it holds now."""
     # RNNBase.forward reads `_flat_weights`, not `_parameters`. Its weak references would also block a later swap_tensors.
     module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
     module._flat_weight_refs = [None] * len(module._flat_weights_names)

@@ -70,9 +70,9 @@ class Unit:
         """Make a unit of `runtime` without parameters; set-up adds them.
 
         Args:
-            name: for messages.
+            name: the unit's name, for messages.
             index: the unit's position in the plan, equal on all ranks.
-            runtime: to whose units this one is added.
+            runtime: the runtime whose units this one joins.
         """
         self.name, self.index, self.runtime = name, index, runtime
         self.collectives, self.host = runtime.collectives, runtime.host
@@ -80,7 +80,7 @@ class Unit:
         self.casts = False  # modules compute in another dtype than that of some shard
         self.rounding = False  # optimizer steps on some shard are rounded stochastically
         self.exact = True  # modules compute with the stored values, neither cast nor quantized
-        # The unsharded parameters have memory of their own: they are all ranks', of another dtype, or on the device.
+        # Unsharded parameters have memory of their own: their values come from other ranks, are cast, or come from host memory.
         self.gathers = self.sharded or self.host is not None
         self.flats: list[FlatBuffer] = []
         # (module, attribute, flat, index): every attribute of the model's modules that holds a parameter of this unit
@@ -216,7 +216,7 @@ class Unit:
         return [(m, _first_attribute(m)) for m in modules]
 
     def forget_modules(self) -> None:
-        """Have :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
+        """Make :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
         self.__dict__.pop("_modules", None)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Unit:
         """Start the unshard of a SHARDED unit, or of a FULL one that takes part for other ranks (`refill`). Collective.
 
         Args:
-            from_secondary: for backward; use the secondary shards that the ranks have kept since forward, where there are any.
+            from_secondary: True in backward, to gather the secondary shards that the ranks have kept since forward, if any.
         """
         if self.state is not State.SHARDED and not self.refill:
             return
@@ -296,7 +296,7 @@ class Unit:
         self.state = State.FULL
 
     def allocate(self) -> None:
-        """Make a SHARDED unit FULL without values, for whoever fills the full buffers."""
+        """Make a SHARDED unit FULL without values; the caller fills the full buffers."""
         if self.gathers:
             for flat in self.flats:
                 flat.full.untyped_storage().resize_(flat.nbytes)

@@ -47,12 +47,12 @@ def gathered(
     stored dtype) and `grads` is off; otherwise it is an error.
 
     Args:
-        runtime: of the engine.
-        target: a module, a parameter, or an iterable of them; None for the whole model.
+        runtime: the engine's runtime.
+        target: a module, a parameter, or an iterable of them; None for the full model.
         write: copy the values back at the end. With `ranks`, the lowest named rank's values count for all;
             without sharding rank 0's do. After an exception inside nothing is written, on any rank.
         ranks: the ranks that get the values; None for all. The other ranks keep their shards and take part.
-        device: where the values are; None for the mesh's device.
+        device: the device of the values; None for the mesh's.
         grads: ``.grad`` of the parameters is the full reduced gradient; with `write` it is written back, None too.
 
     Raises:
@@ -321,7 +321,7 @@ def _uninstall(one: GatheredUnit) -> None:
 
 
 def _refuse_backward(one: GatheredUnit) -> None:
-    """Have a backward raise that reaches one of the parameters, because this gradient can't be reduced."""
+    """Make a backward that reaches one of the parameters raise, because this gradient can't be reduced."""
     rank = one.unit.collectives.world_rank
 
     def refusal(name: str) -> Callable[[torch.Tensor], None]:

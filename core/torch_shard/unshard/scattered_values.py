@@ -22,10 +22,10 @@ def scatter_shards(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tens
 
     Args:
         flat: the buffer whose layout applies.
-        full: on rank `source` the full buffer, on any device; not read on other ranks.
+        full: the full buffer of rank `source`, on any device; not read on other ranks.
         into: receives this rank's shard.
         source: the sending rank.
-        what: for messages.
+        what: the operation, for messages.
     """
     c = flat.collectives
     if not into.numel():
@@ -49,7 +49,7 @@ def unify_replicas(flat: FlatBuffer, values: torch.Tensor, what: str) -> None:
     Args:
         flat: the buffer whose layout applies.
         values: this rank's shard; overwritten.
-        what: for messages.
+        what: the operation, for messages.
     """
     c = flat.collectives
     own = values.to(c.device)

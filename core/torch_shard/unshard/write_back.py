@@ -40,7 +40,8 @@ class GatheredUnit:
     There is one also on ranks that get no values, so that all ranks decide on nested calls alike.
 
     Attributes:
-        unit, request: which unit, and what was asked for.
+        unit: the gathered unit.
+        request: the call's arguments.
         in_place: the unit's own full buffers and unsharded parameters serve; otherwise copies do.
         here: this rank gets the values.
         shared: the enclosing ``gathered`` has the values already.
@@ -73,7 +74,7 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
     """Write the values back into the shards, on every rank or on none. Collective.
 
     Args:
-        runtime: of the engine.
+        runtime: the engine's runtime.
         entered: the units inside this ``gathered``.
         failed: an exception is on its way out of the ``gathered``.
 

@@ -1,4 +1,4 @@
-"""A checkpoint's directory, which is complete or not there, whatever happens while it is made.
+"""A checkpoint's directory, which is complete or not there, even if the process dies while it is made.
 
 Everything is written into ``.<name>.saving-<nonce>`` beside the target and made durable. Then the two directories change places
 in one step, and what was at the target is deleted under the hidden name::
@@ -60,10 +60,10 @@ class Saving:
         """Make a directory beside `target`, and its parents; remove what dead saves to the same target have left.
 
         Args:
-            target: where the checkpoint will be.
+            target: the path that the checkpoint will have.
             nonce: sixteen hexadecimal digits, never used before.
             refuse: raises if what is at the target must not be replaced; by default if it is no checkpoint.
-            siblings: names of checkpoints in the same directory that nobody else writes; see :func:`tidy`.
+            siblings: names of checkpoints in the same directory that no other save writes; see :func:`tidy`.
 
         Raises:
             CheckpointError: what is at the target would be lost.
@@ -78,7 +78,7 @@ class Saving:
         return cls(path, nonce)
 
     def remove(self) -> None:
-        """Delete the directory, with what was written in vain or, after a commit, what was at the target before."""
+        """Delete the directory: an incomplete checkpoint, or, after a commit, what was at the target before."""
         _delete(self.path)
 
 

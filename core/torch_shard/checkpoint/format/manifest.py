@@ -15,8 +15,8 @@ of the parameters, and for every file its size and checksums::
                                  "items": [[name, offsets or null, start, length, values], ...]}}}}
 
 ``marks`` are the file's running CRC-32 at some positions: where an item begins, and within a large one every few MiB of its
-values. Any part between two marks can be verified by itself, since a CRC can be continued from the value before. ``sums`` has
-for each such part, where it is large, a checksum that is faster (:mod:`.checksum`); the first releases wrote none.
+values. The bytes between two of these positions can be verified by themselves, since a CRC can be continued from the value
+before. ``sums`` has a faster checksum (:mod:`.checksum`) for each such block that is large; the first releases wrote none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from ...errors import CheckpointError
 from ...versions import __version__
 
-__all__ = ["FORMAT", "MANIFEST", "SAVE_ID", "VERSION", "FileRecord", "Item", "Manifest", "read_manifest"]
+__all__ = ["FORMAT", "MANIFEST", "SAVE_ID", "VERSION", "FileRecord", "ItemRecord", "Manifest", "read_manifest"]
 
 MANIFEST = "manifest.json"
 FORMAT = "torch-shard checkpoint"
@@ -45,14 +45,14 @@ SAVE_ID = "torch-shard-"
 
 
 @dataclass(frozen=True)
-class Item:
+class ItemRecord:
     """One entry of a file.
 
     Attributes:
-        name: of the tensor or object, as DCP knows it.
-        offsets: where the part lies in the tensor; None for an object.
+        name: the name of the tensor or object, as DCP knows it.
+        offsets: the part's place in the tensor; None for an object.
         start, length: its bytes in the file.
-        values: where the values begin, for a tensor.
+        values: the position of a tensor's first value.
     """
 
     name: str
@@ -64,23 +64,23 @@ class Item:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file.
+    """The record of one file.
 
     Attributes:
-        size, crc32: of the whole file.
-        marks: positions, with the running CRC-32 up to each. The last position is the end.
+        size, crc32: the size and checksum of the file.
+        checksums: positions, with the running CRC-32 up to each. The last position is the end.
         items: the entries in the file.
-        sums: the faster checksum of each block between two marks, None for a small block; empty if there are none.
+        sums: the faster checksum of each block between two positions, None for a small block; empty if there are none.
     """
 
     size: int
     crc32: int
-    marks: tuple[tuple[int, int], ...] = ()
-    items: tuple[Item, ...] = ()
+    checksums: tuple[tuple[int, int], ...] = ()
+    items: tuple[ItemRecord, ...] = ()
     sums: tuple[str | None, ...] = ()
 
     @functools.cached_property
-    def places(self) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+    def places(self) -> dict[tuple[str, tuple[int, ...] | None], ItemRecord]:
         """The items by name and offsets."""
         return {(item.name, item.offsets): item for item in self.items}
 
@@ -113,7 +113,7 @@ class Manifest:
             name: {
                 "size": record.size,
                 "crc32": record.crc32,
-                "marks": record.marks,
+                "marks": record.checksums,
                 "sums": record.sums,
                 "items": [(i.name, i.offsets, i.start, i.length, i.values) for i in record.items],
             }
@@ -167,7 +167,7 @@ def _manifest_of(raw: bytes, crc: str, inner: dict[str, Any]) -> Manifest:
             record["size"],
             record["crc32"],
             tuple((position, crc) for position, crc in record["marks"]),
-            tuple(Item(n, o if o is None else tuple(o), *places) for n, o, *places in record["items"]),
+            tuple(ItemRecord(n, o if o is None else tuple(o), *places) for n, o, *places in record["items"]),
             tuple(record.get("sums", ())),
         )
         for name, record in inner["files"].items()

@@ -75,7 +75,7 @@ class SafetensorsWriter:
     """A writer of one model into a folder that exists, file by file.
 
     Args:
-        folder: where the files go.
+        folder: the folder for the files.
         entries: shape and dtype of each tensor that is stored, by name.
         tied: further names of these tensors, with the names under which they are stored.
         max_shard_size: bytes of values in one file; a tensor that is larger has a file for itself.

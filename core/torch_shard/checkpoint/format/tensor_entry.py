@@ -40,7 +40,7 @@ class _AroundValues:
 @functools.lru_cache(maxsize=4096)
 def surroundings(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """Return the bytes before and behind the values of a row-major tensor on the CPU. Not collective."""
-    # Memory that nobody touches costs nothing; torch.empty may be told to fill it.
+    # Memory that is never touched costs nothing; torch.empty may be told to fill it.
     values = torch.UntypedStorage(shape.numel() * dtype.itemsize)
     file = _AroundValues()
     with torch.serialization.skip_data():

@@ -65,7 +65,7 @@ class TorchFileWriter:
     """A writer of one file, which is complete when :meth:`close` returns.
 
     Args:
-        path: of the file, which is made anew.
+        path: the file, which is made anew.
         structure: nested dicts, OrderedDicts (with their attributes, such as a state dict's ``_metadata``), lists, tuples and
             plain values; tensors in it are :class:`Slot` objects, or small real ones, which are written at once.
 
@@ -94,7 +94,7 @@ class TorchFileWriter:
 
         Args:
             slot: one of the structure's, each once, in any order.
-            tensor: of its shape and dtype; any strides, any device.
+            tensor: a tensor of the slot's shape and dtype, with any strides, on any device.
 
         Raises:
             ConfigError: another slot, shape or dtype.
@@ -174,7 +174,7 @@ def check_loadable(value: Any, what: str) -> None:
     """Raise if nested values hold an object that ``torch.load(weights_only=True)`` would refuse. Tensors' values are not read.
 
     Args:
-        value: as for :class:`TorchFileWriter`.
+        value: a structure as :class:`TorchFileWriter` takes it.
         what: its name, for the message.
 
     Raises:
@@ -251,7 +251,7 @@ class _Pickler(pickle.Pickler):
 
     Attributes:
         content: the pickle.
-        slots: those in the structure, in the order of their numbers.
+        slots: the structure's slots, in the order of their numbers.
         real: real tensors in the structure, with the slots that were made for them.
     """
 

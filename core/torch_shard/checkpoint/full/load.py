@@ -1,7 +1,7 @@
 """Loading a full checkpoint: the file is mapped and compared, and then each rank copies its own shards out of it.
 
 Files differ in where things are: a state dict may be all of a file or one of its entries, optimizer state may be by name or by
-number. :func:`parts_of` finds both, and everything is compared before anything is changed.
+number. :func:`recognised` finds both, and everything is compared before anything is changed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Parts:
     extra: Any = None
 
 
-def parts_of(file: FullFile, keys: Sequence[str]) -> _Parts:
+def recognised(file: FullFile, keys: Sequence[str]) -> _Parts:
     """Return a file's model, optimizer and extra. `keys` are the live model's, by which a state dict is recognised."""
     values = file.values
     if not isinstance(values, Mapping):
@@ -103,7 +103,7 @@ class FullLoad:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
         self.strict = strict  # if True, missing and unexpected entries of the model are errors
         self.live = model_state.own_state_dict(engine.model, engine._runtime)
-        self.parts = parts_of(file, list(self.live))
+        self.parts = recognised(file, list(self.live))
         self.model = self._model_values()
         self.optimizers: list[tuple[Any, dict[int, str], dict[str, Any]]] = []  # with names, and the state by name
         self.problems: list[str] = []
@@ -268,7 +268,7 @@ def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple
     tied: dict[int, list[str]] = {}
     for name, value in live.items():
         tied.setdefault(id(value), []).append(name)
-    return file, _renamed(file, parts_of(file, list(live)).model, live, tied.values())
+    return file, _renamed(file, recognised(file, list(live)).model, live, tied.values())
 
 
 def _renamed(

@@ -26,7 +26,7 @@ from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
 from ..format.torch_file import damaged, not_trusted, verify_torch_file
 
-__all__ = ["FullFile", "is_full", "kind_of", "open_full", "refuse_damaged"]
+__all__ = ["FullFile", "format_of", "is_full", "open_full", "refuse_damaged"]
 
 _ENDS = 64 << 10  # bytes at each end of a file whose checksum tells it from other files
 
@@ -41,7 +41,7 @@ class FullFile:
         values: the file's contents: for safetensors a dict of tensors by name, for a torch file whatever was saved. Tensors are
             mapped; changing one does not change the file.
         files: all files of the checkpoint, the index included.
-        tied: for safetensors, names that are not stored, with the names of the tensors that they stand for.
+        tied: the names that a safetensors file does not store, with the names of the tensors that they stand for.
     """
 
     path: Path
@@ -55,20 +55,20 @@ class FullFile:
         """Return the file that holds an entry of this name."""
         return self._where.get(name, self.files[0])
 
-    def marks(self) -> dict[Path, tuple[str, int, int]]:
+    def checksums(self) -> dict[Path, tuple[str, int, int]]:
         """Return name, size and checksum of both ends of each file."""
         return {path: (path.name, *_ends(path)) for path in self.files}
 
     def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
         """Return a key that is equal on two ranks that see the same files: names, sizes and checksums of both ends."""
-        return tuple(self.marks().values())
+        return tuple(self.checksums().values())
 
 
 def is_full(path: str | os.PathLike[str]) -> bool:
     """Return True if a path leads to any file or to a directory of safetensors files, and False for a sharded checkpoint."""
     try:
         found = find(path)
-        return found.is_file() or kind_of(found) == "safetensors"
+        return found.is_file() or format_of(found) == "safetensors"
     except (OSError, CheckpointError):  # opening it will raise the same error
         return False
 
@@ -97,10 +97,10 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
         raise CheckpointError(f"there is no checkpoint at {found}.")
     if found.name.endswith(INDEX):
         return _open_index(found)
-    return _open_safetensors(found) if kind_of(found) == "safetensors" else _open_torch(found)
+    return _open_safetensors(found) if format_of(found) == "safetensors" else _open_torch(found)
 
 
-def kind_of(path: Path) -> str | None:
+def format_of(path: Path) -> str | None:
     """Return the kind of the checkpoint at a path, by names and first bytes: ``"sharded"``, ``"torch"`` or ``"safetensors"``.
 
     None for a file or directory that is no checkpoint.
@@ -147,7 +147,7 @@ def refuse_damaged(path: Path, rank: int, ranks: int) -> None:
 
 
 def _open_torch(path: Path) -> FullFile:
-    if kind_of(path) is None:
+    if format_of(path) is None:
         with open(path, "rb") as file:
             first = file.read(4)
         legacy = first[:1] == b"\x80"  # a pickle

@@ -74,7 +74,9 @@ class ModelStream:
         for gathered in model_state.full_values(self.runtime, self._entries, what, memory):
             put(functools.partial(self._converted, gathered))
 
-    def _converted(self, gathered: list[tuple[model_state.Entry, torch.Tensor]]) -> Iterable[tuple[Slot, torch.Tensor]]:
+    def _converted(
+        self, gathered: list[tuple[model_state.StateEntry, torch.Tensor]]
+    ) -> Iterable[tuple[Slot, torch.Tensor]]:
         for entry, value in gathered:
             slot = self.structure[entry.names[0]]
             value = value.detach()
@@ -85,7 +87,7 @@ class OptimizerStream:
     """An optimizer's state by number, as ``optimizer.state_dict()`` of an unsharded model has it, to be gathered piece by piece.
 
     Attributes:
-        structure: on rank 0, after :meth:`describe`, the state dict with a slot for each tensor that is gathered.
+        structure: the state dict with a slot for each tensor that is gathered; set by :meth:`describe`, on rank 0.
         key: an object that is equal on ranks that gather the same.
     """
 
@@ -109,12 +111,12 @@ class OptimizerStream:
         given = self.taken["state"]
         self._elsewhere = matrix_state.descriptions(self.runtime, given, len(self.params), what)
         state = {number: dict(own) if isinstance(own, dict) else own for number, own in given.items()}
-        for group in self._cut.together:
+        for group in self._cut.batches:
             for number, slot, own in zip(group.numbers, group.flat.layout.slots, group.shards, strict=True):
                 if own is not None:
                     full = own.new_empty(slot.shape, device="meta")
                     state[number][group.kind] = self._slotted(number, group.kind, full)
-        for number, kind, value in self._cut.alone:
+        for number, kind, value in self._cut.others:
             state[number][kind] = self._slotted(number, kind, value)
         for number, (_, description) in self._elsewhere.items():
             state[number] = self._slotted(number, None, description)
@@ -129,13 +131,13 @@ class OptimizerStream:
             slots.append(Slot(torch.Size(tensor.shape), tensor.dtype))
             return slots[-1]
 
-        return state_tree.mapped(value, slot)
+        return state_tree.map_tensors(value, slot)
 
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of the largest buffer that is gathered."""
-        sizes = [max(own.dtype.itemsize for own in g.shards if own is not None) for g in self._cut.together]
-        numels = [group.flat.layout.numel for group in self._cut.together]
+        sizes = [max(own.dtype.itemsize for own in g.shards if own is not None) for g in self._cut.batches]
+        numels = [group.flat.layout.numel for group in self._cut.batches]
         return max((numel * size for numel, size in zip(numels, sizes, strict=True)), default=0)
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:

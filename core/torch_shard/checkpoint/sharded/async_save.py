@@ -72,7 +72,7 @@ class PendingSave:
         try:
             with self._alive:
                 self._error = None if self._save is None else self._save()
-            if self._error is not None:  # logged, since nobody may wait
+            if self._error is not None:  # logged, since the user may not wait
                 logger.error("%s", self._error)
         finally:
             self._save = None  # frees the copies of what was saved

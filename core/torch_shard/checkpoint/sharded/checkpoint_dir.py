@@ -93,8 +93,8 @@ class Checkpoint:
         """Fill tensors and return objects. Not collective.
 
         Args:
-            tensors: by name; a plain tensor of the entry's shape takes all of it, a ShardTensor its shard. Values are converted
-                to the tensors' dtypes.
+            tensors: the tensors to fill, by name. A plain tensor of the entry's shape takes all of it, a ShardTensor its shard.
+                Values are converted to the tensors' dtypes.
             objects: names of other entries.
             unpickle: makes an object from its name and bytes; by default torch's loader that runs no code.
 

@@ -30,10 +30,10 @@ from ...state.param_names import named_params
 
 __all__ = [
     "EXTRA",
+    "EXTRA_SHARDS",
     "MODEL",
     "MODELS",
     "OPTIMIZER",
-    "SLICED",
     "Optimizers",
     "Source",
     "optimizer_state",
@@ -41,7 +41,7 @@ __all__ = [
     "sources_of",
 ]
 
-MODEL, MODELS, OPTIMIZER, EXTRA, SLICED = "model", "models", "optimizer", "extra", "sliced"
+MODEL, MODELS, OPTIMIZER, EXTRA, EXTRA_SHARDS = "model", "models", "optimizer", "extra", "sliced"
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Source:
     """One sharded model of a checkpoint.
 
     Attributes:
-        path: where its entries are, ``("model",)`` or ``("models", name)``.
-        prefix: before its parameters' names in optimizer state, "" for the first model.
+        path: the place of the model's entries, ``("model",)`` or ``("models", name)``.
+        prefix: the text before the model's parameter names in optimizer state, "" for the first model.
         model, runtime: the sharded module and its runtime.
     """
 

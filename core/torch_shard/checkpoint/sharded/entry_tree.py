@@ -1,4 +1,4 @@
-"""The entries of a sharded checkpoint as a tree, and where models and optimizers are in it, whoever wrote it.
+"""The entries of a sharded checkpoint as a tree, and where models and optimizers are in it, whichever tool wrote it.
 
 This package, FSDP2, DDP, plain torch with DCP and torchtitan differ in where the model is (``model``, ``app.model``, at the
 top), in prefixes of wrappers, and in how optimizer state is named: by parameter or by number, groups in a list or settings by
@@ -28,7 +28,7 @@ __all__ = [
     "StoredObject",
     "is_optimizer",
     "leaves",
-    "mapped",
+    "map_leaves",
     "model_at",
     "new_tensor",
     "on_meta",
@@ -51,11 +51,11 @@ class Stored:
     """A tensor in a checkpoint.
 
     Attributes:
-        name: as the checkpoint has it.
-        shape, dtype: of the full tensor.
-        place: equal for two names of one memory (tied parameters).
-        files: that hold parts of it.
-        read: returns it, on the CPU; from a checkpoint with checksums what was written, or a CheckpointError.
+        name: the tensor's name in the checkpoint.
+        shape, dtype: the full tensor's shape and dtype.
+        place: a key that is equal for two names of one memory (tied parameters).
+        files: the files that hold parts of the tensor.
+        read: a function that returns the tensor on the CPU. With checksums it returns what was written or raises CheckpointError.
     """
 
     name: str
@@ -150,14 +150,14 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
         yield path, tree
 
 
-def mapped(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
+def map_leaves(tree: Any, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
     """Return nested dicts, lists and tuples with other leaves, which `values` makes of the leaves or holds by their names."""
     if isinstance(tree, dict):
-        return {key: mapped(value, values) for key, value in tree.items()}
+        return {key: map_leaves(value, values) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [mapped(value, values) for value in tree]
+        return [map_leaves(value, values) for value in tree]
     if type(tree) is tuple:
-        return tuple(mapped(value, values) for value in tree)
+        return tuple(map_leaves(value, values) for value in tree)
     if tree is None:
         return None
     return values[tree.name] if isinstance(values, Mapping) else values(tree)
@@ -174,7 +174,7 @@ def new_tensor(saved: Stored, like: Any, dtype: torch.dtype | None = None) -> to
     Args:
         saved: the entry.
         like: the live tensor that the entry is loaded to, or anything else.
-        dtype: of the memory; the entry's by default.
+        dtype: the dtype of the new memory; the entry's by default.
     """
     if isinstance(like, ShardTensor) and like.shape == saved.shape:
         return ShardTensor(torch.empty(like._spec.length, dtype=dtype or saved.dtype), like._spec)
@@ -190,10 +190,11 @@ def model_at(
     """Find a model's state dict; its values may be nested.
 
     Args:
-        tree: of the checkpoint.
-        path: where this package puts the model. In a checkpoint of its own the model is there, whatever its entries are called.
-        keys: the live model's, by which its place in others is recognised.
-        ours: whether this package wrote the checkpoint.
+        tree: the checkpoint's tree.
+        path: the place at which this package puts the model. In a checkpoint of its own the model is there, whatever its entries
+            are called.
+        keys: the live model's keys, by which its place in other tools' checkpoints is recognised.
+        ours: True if this package wrote the checkpoint.
         own_prefixes: drop prefixes of wrappers in this package's checkpoints, too. They may be part of the names that a hook
             has given.
     """
@@ -248,14 +249,14 @@ def unwrapped(name: str, known: Container[str]) -> str:
 
 @dataclass
 class SavedOptimizer:
-    """An optimizer.
+    """The state of one optimizer in a checkpoint.
 
     Attributes:
-        state: by parameter's name, or number as a string, and key; values may be nested.
-        groups: settings, with "params", names or numbers; empty where settings are kept by parameter.
-        of_parameter: those.
-        other: what it keeps of no parameter: the optimizer's position, key and value of each.
-        unknown: what is in the state of others' checkpoints and is no parameter's, by its key.
+        state: the state by parameter (name, or number as text) and key; values may be nested.
+        groups: the groups' settings, with names or numbers in "params"; empty where a checkpoint keeps settings by parameter.
+        of_parameter: the settings by parameter, where a checkpoint keeps them so; else empty.
+        other: the state that belongs to no parameter, as (position of the optimizer, key, value).
+        unknown: the entries of other tools' checkpoints that match no parameter, by key.
     """
 
     state: dict[str, dict[Any, Any]] = field(default_factory=dict)
@@ -296,9 +297,9 @@ class SavedOptimizer:
             settings = {unwrapped(name, names): own for name, own in self.of_parameter.items()}
             for own in live:
                 held = [name for name in own if name in settings]
-                found.append({**mapped(settings[held[0]] if held else {}, known), "params": held})
+                found.append({**map_leaves(settings[held[0]] if held else {}, known), "params": held})
         for given in self.groups:
-            group = {"params": [], **mapped(given, known)}
+            group = {"params": [], **map_leaves(given, known)}
             params = [p if isinstance(p, int) else unwrapped(str(p), names) for p in group["params"]]
             found.append({**group, "params": params})
         numbered = SavedOptimizer(self.state, found).numbered
@@ -322,9 +323,9 @@ def optimizer_at(tree: dict[Any, Any], path: tuple[str, ...], names: Container[s
     """Find an optimizer's state; return None if there is none.
 
     Args:
-        tree: of the checkpoint.
-        path: where this package puts it.
-        names: of the live parameters.
+        tree: the checkpoint's tree.
+        path: the place at which this package puts the optimizer.
+        names: the names of the live parameters.
     """
     places = (_below(tree, own) for own in (_OPTIMIZERS if path == (OPTIMIZER,) else (path,)))
     found = next(filter(is_optimizer, places), None)
@@ -335,8 +336,8 @@ def optimizer_of(tree: dict[Any, Any], names: Container[str]) -> SavedOptimizer:
     """Sort an optimizer's state dict.
 
     Args:
-        tree: the part of a checkpoint that is one.
-        names: of parameters.
+        tree: the part of a checkpoint that is an optimizer's state dict.
+        names: the names of parameters.
     """
     found = SavedOptimizer(other=tree.get(OTHER))
     by_number: dict[str, dict[Any, Any]] = {}

@@ -15,30 +15,30 @@ from typing import Any
 from ...shard_tensor.tensor import ShardTensor
 from ...utils.patterns import without_wrappers
 
-__all__ = ["joined", "mapped", "split"]
+__all__ = ["joined", "map_shards", "split"]
 
-_MARK = "torch_shard.sliced"
+_KEY = "torch_shard.sliced"
 
 
 def split(tree: Any) -> tuple[Any, dict[str, dict[str, ShardTensor]]]:
-    """Return the tree with a mark for each ShardTensor, and the ShardTensors by number and parameter. Not collective."""
+    """Return the tree with a placeholder for each ShardTensor, and the ShardTensors by number and parameter. Not collective."""
     found: dict[str, dict[str, ShardTensor]] = {}
 
     def take(shards: ShardTensor) -> dict[str, int]:
         found[str(len(found))] = {without_wrappers(shards._spec.name): shards}
-        return {_MARK: len(found) - 1}
+        return {_KEY: len(found) - 1}
 
-    return mapped(tree, take), found
+    return map_shards(tree, take), found
 
 
 def joined(tree: Any, found: Mapping[str, Any]) -> Any:
-    """Return the tree that :func:`split` was given, from the tree with marks and the values by number. Not collective."""
-    if isinstance(tree, Mapping) and list(tree) == [_MARK]:
-        return found[str(tree[_MARK])]
+    """Return the tree that :func:`split` was given, from the tree with placeholders and the values by number. Not collective."""
+    if isinstance(tree, Mapping) and list(tree) == [_KEY]:
+        return found[str(tree[_KEY])]
     return _rebuilt(tree, lambda value: joined(value, found)) if found else tree
 
 
-def mapped(tree: Any, function: Callable[[ShardTensor], Any]) -> Any:
+def map_shards(tree: Any, function: Callable[[ShardTensor], Any]) -> Any:
     """Replace each ShardTensor, the same object by the same value; containers without any are kept as they are."""
     done: dict[int, Any] = {}
     within: set[int] = set()

@@ -12,13 +12,13 @@ import torch
 
 from ...utils.tensor_memory import memory_key
 
-__all__ = ["Staging"]
+__all__ = ["SnapshotMemory"]
 
 _BLOCK = 64 << 20  # bytes of one allocation; a power of two, since torch rounds pinned ones up to that
 _ALIGNMENT = 64
 
 
-class Staging:
+class SnapshotMemory:
     """Memory that snapshots are copied to, one at a time. Not collective."""
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Staging:
         """Return copies on the CPU, row-major, valid until the next call. The same memory given twice is copied once.
 
         Args:
-            tensors: of any dtype, shape and device.
+            tensors: tensors of any dtype, shape and device.
         """
         pinned = any(tensor.is_cuda for tensor in tensors)
         kept, self._blocks, end = self._blocks, [], 0
-        # With the originals, so that no other memory gets the same key.
+        # The originals are kept, too, so that no other memory gets the same key.
         done: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         copies = []
         with torch.inference_mode(False), torch.no_grad():
@@ -58,7 +58,7 @@ class Staging:
         return copies
 
     def free(self) -> None:
-        """Give the memory back. Earlier snapshots keep theirs."""
+        """Give the memory back. Earlier snapshots keep their memory."""
         self._blocks = []
 
 

@@ -61,8 +61,8 @@ def load_contents(
     """Load what :func:`.save.save_contents` wrote, as :func:`load` does. Collective; for front ends.
 
     Args:
-        engine: its ranks load.
-        path, optimizer, dtype: as for :meth:`torch_shard.Engine.load`.
+        engine: the engine whose ranks load.
+        path, optimizer, dtype: the arguments of :meth:`torch_shard.Engine.load`.
         sources: the models that are loaded, with the paths of their entries.
         named: the models after which the optimizers' parameters are named; `sources` by default.
         strict: missing and unexpected entries of models are errors.

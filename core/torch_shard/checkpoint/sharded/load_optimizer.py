@@ -19,7 +19,7 @@ from ..full.load import by_name
 from ..mismatches import wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
-from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, mapped, new_tensor, on_meta, optimizer_at
+from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, map_leaves, new_tensor, on_meta, optimizer_at
 
 __all__ = ["OptimizerLoad"]
 
@@ -93,7 +93,7 @@ class OptimizerLoad:
         def proxy(leaf: Stored | StoredObject) -> Any:
             return on_meta(leaf) if isinstance(leaf, Stored) else known[leaf.name]
 
-        self.given["state"] = {name: mapped(own, proxy) for name, own in self.entries.items()}
+        self.given["state"] = {name: map_leaves(own, proxy) for name, own in self.entries.items()}
         others = known[self.saved.other.name] if self.saved.other is not None else ()
         own_others = {key: entries for position, key, entries in others if position == self.number}
         self.given["state"].update(own_others)
@@ -128,7 +128,7 @@ class OptimizerLoad:
 
         Call it on all ranks, after they agreed.
         """
-        self.elsewhere = matrix_state.elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
+        self.elsewhere = matrix_state.owned_elsewhere(self.runtime, self.optimizer, self.names, self.given["state"])
         manifest = self.checkpoint.manifest
         unsharded = frozenset(() if manifest is None else manifest.whole)
         params = params_of(self.optimizer)
@@ -174,7 +174,7 @@ class OptimizerLoad:
             entries = self.entries.get(self.names[id(p)])
             if entries and not self.elsewhere.get(id(p), False):
                 own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
-                state[number] = mapped(entries, own_values)
+                state[number] = map_leaves(entries, own_values)
         groups = optimizer_state.groups_by_number(self.optimizer, self.names, self.given["param_groups"])
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         optimizer_state.keep_as_saved(self.optimizer, state)

@@ -14,14 +14,14 @@ import torch
 from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
 from .checkpoint_dir import Checkpoint
-from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, SLICED, Source, param_names, sources_of
+from .entries import EXTRA, EXTRA_SHARDS, MODEL, MODELS, OPTIMIZER, Source, param_names, sources_of
 from .entry_tree import (
     SavedOptimizer,
     Stored,
     StoredObject,
     is_optimizer,
     leaves,
-    mapped,
+    map_leaves,
     new_tensor,
     optimizer_at,
     tree_of,
@@ -39,13 +39,13 @@ class Contents:
     Attributes:
         model: the state dict, of ShardTensors with this rank's shards where the live model has one of that name and shape, and
             else of full plain tensors on the CPU.
-        optimizers: for each that was saved ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``, with
-            ShardTensors likewise; numbers for names if the checkpoint has numbers.
-        extra: the object beside them, or None.
+        optimizers: a dict for each saved optimizer: ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``,
+            with ShardTensors as in `model`. If the checkpoint has numbers, these take the place of names.
+        extra: the object that was saved beside the models and optimizers, or None.
         models: state dicts of further models, by name.
         sources: the live models as the checkpoint knows them, after which parameters in `optimizers` are named.
-        sliced: by number, ShardTensors that were saved within `extra`; read as entries of `model` are.
-        with_state: whether the optimizers' state was read.
+        extra_shards: the ShardTensors that were saved within `extra`, by number; they are read as entries of `model` are.
+        with_state: True if the optimizers' state was read.
     """
 
     model: dict[str, Any]
@@ -53,7 +53,7 @@ class Contents:
     extra: Any = None
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: Sequence[Source] = ()
-    sliced: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra_shards: dict[str, torch.Tensor] = field(default_factory=dict)
     with_state: bool = True
 
 
@@ -71,14 +71,14 @@ def read_contents(
     Each rank reads its own shards, verified by their checksums where the checkpoint has them.
 
     Args:
-        engine: of the model that tells which shards are this rank's.
-        path: of the directory.
+        engine: the engine whose model tells which shards are this rank's.
+        path: the checkpoint's directory.
         optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
             their groups are returned.
         named_state: without any, read the state, too, where all of it is saved by parameters' names.
         models: engines by the names that they may have among the checkpoint's further models; the one of them that has none there
             is the first model. None: `engine` is that, and there are no others.
-        unpickle: from a name and bytes to the object; by default torch's loader that runs no code.
+        unpickle: a function from a name and bytes to the object; by default torch's loader that runs no code.
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.
@@ -134,15 +134,15 @@ class _Reading:
                 for name, entries in own.state(known).items():
                     like = self.params.get(name)
                     wanted += [(leaf, None if path[-1] == "step" else like) for path, leaf in leaves(entries)]
-            sliced = self._sliced()
-            wanted += sliced.values()
+            extra_shards = self._extra_shards()
+            wanted += extra_shards.values()
             extra = self.tree.get(EXTRA)
             wanted += [(extra, None)] if isinstance(extra, StoredObject) else []
             known |= self._read(wanted)
         built = {model.source.path: model.state_dict(known) for model in self.models}
         further = {path[1]: state for path, state in built.items() if path != (MODEL,)}
         states = [own.build(known, self.with_state) for own in self.optimizers]
-        of_number = {number: known[leaf.name] for number, (leaf, _) in sliced.items()}
+        of_number = {number: known[leaf.name] for number, (leaf, _) in extra_shards.items()}
         state = built.get((MODEL,), {})
         return Contents(state, states, known.get(EXTRA), further, self.sources, of_number, self.with_state)
 
@@ -152,9 +152,9 @@ class _Reading:
         objects = [leaf.name for leaf, _ in wanted if isinstance(leaf, StoredObject)]
         return {**self.checkpoint.read(tensors, objects, self.unpickle), **tensors}
 
-    def _sliced(self) -> dict[str, tuple[Stored | StoredObject, Any]]:
-        """Return the entries of :data:`SLICED` by number, with the live parameters that they are cut as, or None."""
-        found = self.tree.get(SLICED)
+    def _extra_shards(self) -> dict[str, tuple[Stored | StoredObject, Any]]:
+        """Return the entries of :data:`EXTRA_SHARDS` by number, with the live parameters that they are cut as, or None."""
+        found = self.tree.get(EXTRA_SHARDS)
         return {
             number: (leaf, self.params.get(unwrapped(name, self.params)))
             for number, own in (found if isinstance(found, dict) else {}).items()
@@ -187,7 +187,7 @@ class _Optimizer:
         result = self.saved.as_saved(self.names, known)
         if not with_state:
             return {**result, "state": {}}
-        result["state"] = mapped(result["state"], known)
+        result["state"] = map_leaves(result["state"], known)
         for group in result["param_groups"]:
             for p in group["params"]:  # the checkpoint decides: no state there is no state here
                 if not isinstance(p, int):

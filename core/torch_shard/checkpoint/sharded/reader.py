@@ -1,7 +1,7 @@
 """Reading the files of a checkpoint that has a manifest: each byte that is used has been verified, and no others are read.
 
 A rank that needs a part of an entry reads the blocks that hold this part (4 MiB each). A large block has a checksum of its own;
-for other blocks the file's running CRC-32 is continued from the mark before them.
+for other blocks the file's running CRC-32 is continued from the checksum before them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...layout.flat_layout import contiguous_stride
 from ..format.checksum import block_sum
 from ..format.dcp_metadata import METADATA
 from ..format.fileio import some
-from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
+from ..format.manifest import MANIFEST, FileRecord, ItemRecord, Manifest
 from ..format.mmap_buffer import bytes_of
 
 __all__ = ["CheckedFile", "read_items"]
@@ -35,7 +35,7 @@ class CheckedFile:
 
     def __init__(self, folder: Path, name: str, record: FileRecord) -> None:
         self.folder, self.name, self.record = folder, name, record
-        self._positions = [position for position, _ in record.marks]
+        self._positions = [position for position, _ in record.checksums]
         self._scratch = bytearray()
         try:
             self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -67,15 +67,15 @@ class CheckedFile:
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the number and the bounds of each block that holds some of the bytes."""
-        marks = self.record.marks
+        checksums = self.record.checksums
         i = bisect.bisect_right(self._positions, start) - 1
         while start < stop:
-            first, start = marks[i][0], marks[i + 1][0]
+            first, start = checksums[i][0], checksums[i + 1][0]
             yield i, first, start
             i += 1
 
     def _check(self, i: int, block: memoryview) -> None:
-        (first, crc), (last, expected) = self.record.marks[i : i + 2]
+        (first, crc), (last, expected) = self.record.checksums[i : i + 2]
         known = self.record.sums[i] if self.record.sums else None
         found = None if known is None else block_sum(block)
         good = zlib.crc32(block, crc) == expected if found is None else found == known
@@ -111,7 +111,7 @@ def read_items(
     Raises:
         CheckpointError: something is damaged or missing.
     """
-    wanted: dict[str, list[tuple[Item, ReadItem]]] = {}
+    wanted: dict[str, list[tuple[ItemRecord, ReadItem]]] = {}
     for read in items:
         index = read.storage_index
         info = metadata.storage_data.get(index)
@@ -134,7 +134,7 @@ def read_items(
                 _read(file, item, read, metadata, planner)
 
 
-def _read(file: CheckedFile, item: Item, read: ReadItem, metadata: Metadata, planner: LoadPlanner | None) -> None:
+def _read(file: CheckedFile, item: ItemRecord, read: ReadItem, metadata: Metadata, planner: LoadPlanner | None) -> None:
     entry = metadata.state_dict_metadata[read.storage_index.fqn]
     if not isinstance(entry, TensorStorageMetadata):
         raw = bytearray(item.length)

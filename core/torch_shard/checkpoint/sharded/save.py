@@ -28,7 +28,7 @@ from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
 from .entry_tree import leaves
-from .host_snapshot import Staging
+from .host_snapshot import SnapshotMemory
 from .save_plan import SavePlanner, decide, propose
 from .writer import write_file, write_manifest, write_metadata
 
@@ -72,11 +72,11 @@ def save_contents(
     """Write a checkpoint of given contents, as :func:`save` does. Collective; for front ends.
 
     Args:
-        engine: its ranks write.
+        engine: the engine whose ranks write.
         sources: the models that the manifest describes, the engine's by default.
-        path, keep, asynchronous: as for :meth:`torch_shard.Engine.save`.
-        contents: by :mod:`.entries`'s names, the same on all ranks; tensors, ShardTensors and objects. ``extra`` counts on
-            rank 0.
+        path, keep, asynchronous: the arguments of :meth:`torch_shard.Engine.save`.
+        contents: tensors, ShardTensors and objects by the names of :mod:`.entries`, the same on all ranks. Rank 0's ``extra``
+            is saved.
     """
 
     def prepare() -> tuple[list[Source], dict[str, Any]]:
@@ -120,7 +120,7 @@ def _save(
             work.proposal = propose(runtime, what, work.planner, contents)
         barrier = heartbeat_barrier(runtime, f"{nonce}/parts", own_connection=asynchronous)
         if asynchronous:
-            staging = engine._staging = engine._staging or Staging()
+            staging = engine._staging = engine._staging or SnapshotMemory()
             each(runtime, what, lambda: work.stage(staging), nonce=f"{nonce}/stage")
             pending = engine._pending = _start(runtime, what, work, barrier)
         else:
@@ -189,7 +189,7 @@ class _Save:
                 "to a file system that all nodes mount at the same place. Nothing was saved."
             )
 
-    def stage(self, staging: Staging) -> None:
+    def stage(self, staging: SnapshotMemory) -> None:
         """Copy what this rank has proposed, and write the copy from now on."""
         data = [self.resolve(item) for item in self.proposal.items]
         copies = iter(staging.snapshot([value for value in data if isinstance(value, torch.Tensor)]))
@@ -204,7 +204,7 @@ class _Save:
         """Write all parts and put them together; return what went wrong on any rank. Collective, through the store alone.
 
         Args:
-            barrier: of the ranks, on which this rank's heartbeat is sent; None if there is one rank.
+            barrier: the barrier of the ranks, on which this rank's heartbeat is sent; None if there is one rank.
         """
         try:
             problem = self._lead(barrier) if barrier is None or barrier.rank == 0 else self._follow(barrier)
@@ -278,11 +278,11 @@ class _Save:
         files = {name: record for name, record, _, _ in parts if record is not None}
         results = [results for _, _, results, _ in parts]
         files[METADATA] = write_metadata(self.beside, metadata, results, self.save_id)
-        # Ranks need not have the same state: of optimizers that step on whole matrices each has some parameters'.
-        whole = tuple(dict.fromkeys(name for *_, names in parts for name in names))
-        write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": whole}))
+        # Ranks need not have the same state: of optimizers that step on full matrices each has that of some parameters.
+        unsharded = tuple(dict.fromkeys(name for *_, names in parts for name in names))
+        write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": unsharded}))
         commit(self.saving, self.target)
-        # Whatever fails now is no reason to fail.
+        # The new checkpoint is in place: a failure to delete an older one is only logged.
         discard(self.target, self.nonce)
         if self.keep is not None:
             try:
@@ -291,7 +291,7 @@ class _Save:
                 logger.warning("older checkpoints beside %s could not be removed: %s", self.target, error)
 
     def close(self) -> None:
-        """Delete what was written in vain, if the save has failed."""
+        """Delete the incomplete checkpoint, if the save has failed."""
         if self.saving is not None:
             self.saving.remove()
 

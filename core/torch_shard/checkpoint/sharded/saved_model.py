@@ -8,7 +8,7 @@ from typing import Any
 from ...state import model_state
 from .checkpoint_dir import Checkpoint
 from .entries import Source
-from .entry_tree import Stored, mapped, model_at
+from .entry_tree import Stored, map_leaves, model_at
 
 __all__ = ["SavedModel"]
 
@@ -40,7 +40,7 @@ class SavedModel:
 
     def state_dict(self, values: Callable[[Any], Any] | Mapping[str, Any]) -> Any:
         """Return the saved state dict with values for its leaves, and the versions of the modules' formats if they are known."""
-        state = model_state.WithMetadata(mapped(self.saved, values))
+        state = model_state.WithMetadata(map_leaves(self.saved, values))
         if self._versions:
             state._metadata = self._versions
         return state

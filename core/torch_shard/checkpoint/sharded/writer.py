@@ -25,7 +25,7 @@ from ...utils.tensor_memory import memory_key
 from ..format.checksum import SMALLEST, block_sum
 from ..format.dcp_metadata import METADATA, StorageInfo
 from ..format.fileio import naming
-from ..format.manifest import MANIFEST, FileRecord, Item, Manifest
+from ..format.manifest import MANIFEST, FileRecord, ItemRecord, Manifest
 from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
 
@@ -109,7 +109,7 @@ def _write(file: _DataFile, plan: SavePlan, resolve: Resolve, name: str) -> list
                 written[key] = data, _write_tensor(file, data.read() if isinstance(data, Deferred) else data)
             start, length, values = written[key][1]
         offsets = None if item.index.offset is None or isinstance(data, io.BytesIO) else tuple(item.index.offset)
-        file.items.append(Item(item.index.fqn, offsets, start, length, values))
+        file.items.append(ItemRecord(item.index.fqn, offsets, start, length, values))
         info = StorageInfo(name, start, length)
         results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
     return results
@@ -132,32 +132,32 @@ def _write_tensor(file: _DataFile, tensor: torch.Tensor) -> tuple[int, int, int]
 
 
 class _DataFile:
-    """A file that is written from front to back, with its running checksum and the marks and items of its record."""
+    """A file that is written from front to back, with its running checksum and the checksums and items of its record."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.position, self.crc = 0, 0
-        self.marks: list[tuple[int, int]] = [(0, 0)]
+        self.checksums: list[tuple[int, int]] = [(0, 0)]
         self.sums: list[str | None] = []
-        self.items: list[Item] = []
+        self.items: list[ItemRecord] = []
         self._file = file
 
     def begin(self) -> int:
         """Begin an entry; return where it starts."""
         self.write(b"\0" * (-self.position % ALIGNMENT))
-        self.mark()
+        self.note_checksum()
         return self.position
 
-    def mark(self) -> None:
+    def note_checksum(self) -> None:
         """End a block here."""
-        if self.marks[-1][0] != self.position:
-            self.marks.append((self.position, self.crc))
+        if self.checksums[-1][0] != self.position:
+            self.checksums.append((self.position, self.crc))
             self.sums.append(None)
 
     def write_block(self, block: memoryview) -> None:
         """Write bytes that are verified by themselves."""
-        self.mark()
+        self.note_checksum()
         self.write(block)
-        self.mark()
+        self.note_checksum()
         if len(block) >= SMALLEST:
             self.sums[-1] = block_sum(block)
         if hasattr(os, "posix_fadvise"):  # the disk begins to write while the next block's checksum is taken
@@ -171,5 +171,5 @@ class _DataFile:
 
     def finish(self) -> FileRecord:
         """Return what the manifest says of the file."""
-        self.mark()
-        return FileRecord(self.position, self.crc, tuple(self.marks), tuple(self.items), tuple(self.sums))
+        self.note_checksum()
+        return FileRecord(self.position, self.crc, tuple(self.checksums), tuple(self.items), tuple(self.sums))

@@ -1,4 +1,4 @@
-"""Sorting the entries of an opened checkpoint, whoever wrote it, into models, optimizers, and the rest.
+"""Sorting the entries of an opened checkpoint, of any tool, into models, optimizers, and the rest.
 
 Checkpoints differ in where the model is (``model``, ``state_dict``, ``app.model``, at the top) and in how optimizer state is
 named: by parameter or by number, with groups in a list or settings by parameter. :mod:`..sharded.entry_tree` does this for a live
@@ -16,7 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
-from ..sharded.entries import EXTRA, MODELS, OPTIMIZER, SLICED
+from ..sharded.entries import EXTRA, EXTRA_SHARDS, MODELS, OPTIMIZER
 from ..sharded.entry_tree import (
     WRAPPERS,
     SavedOptimizer,
@@ -24,7 +24,7 @@ from ..sharded.entry_tree import (
     StoredObject,
     is_optimizer,
     leaves,
-    mapped,
+    map_leaves,
     optimizer_of,
 )
 from ..sharded.extra_shards import joined
@@ -88,7 +88,7 @@ class Parts:
                 return leaf
             return replace(leaf, dtype=dtype, place=(leaf.place, dtype), read=lambda: leaf.read().to(dtype))
 
-        self.model, self.models = mapped(self.model, converted), mapped(self.models, converted)
+        self.model, self.models = map_leaves(self.model, converted), map_leaves(self.models, converted)
 
 
 def parts_of(opened: Opened, model_only: bool = False) -> Parts:
@@ -121,8 +121,8 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
         parts.lightning, parts.extra = True, tree
         return parts
     if EXTRA in tree:
-        sliced = tree.pop(SLICED, {})
-        by_number = {number: value for number, own in sliced.items() for value in own.values()}
+        extra_shards = tree.pop(EXTRA_SHARDS, {})
+        by_number = {number: value for number, own in extra_shards.items() for value in own.values()}
         parts.extra = joined(tree.pop(EXTRA), by_number)
         parts.lightning = isinstance(parts.extra, Mapping) and LIGHTNING in parts.extra
     parts.other = tree
@@ -139,7 +139,7 @@ def _read(parts: Parts, tree: Any) -> Any:
             parts.refused.append(str(error))
             return None
 
-    return mapped(tree, read)
+    return map_leaves(tree, read)
 
 
 def _model_key(tree: Mapping[Any, Any]) -> str | None:

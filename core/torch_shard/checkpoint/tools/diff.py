@@ -85,8 +85,8 @@ def compare(
 
     Args:
         a, b: the results of :func:`aligned`.
-        rtol, atol: how far elements may be apart, as in ``torch.isclose``; with both at 0 every bit counts.
-        dtypes: if True, another dtype alone is a difference.
+        rtol, atol: the tolerances of ``torch.isclose``; with both at 0 every bit counts.
+        dtypes: True if another dtype alone is a difference.
         progress: a function that is called with the number of bytes of each tensor of `a` that has been compared.
 
     Raises:
@@ -140,8 +140,8 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float =
 
     Args:
         x, y: tensors of one shape.
-        rtol, atol: as in ``torch.isclose``. With both at 0, values of one dtype are compared bit by bit: a NaN equals itself,
-            and 0.0 does not equal -0.0.
+        rtol, atol: the tolerances of ``torch.isclose``. With both at 0, values of one dtype are compared bit by bit: a NaN
+            equals itself, and 0.0 does not equal -0.0.
     """
     count, largest = 0, 0.0
     # A conjugated view has the bits of its base.

@@ -20,7 +20,7 @@ from ...utils.tensor_memory import memory_key
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import Manifest
-from ..full.open_files import kind_of, open_full
+from ..full.open_files import format_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
 from ..sharded.entry_tree import Stored, StoredObject, tree_of
@@ -69,7 +69,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
         OSError: the checkpoint can't be read.
     """
     target = find(path)
-    return _sharded(Checkpoint.open(target)) if kind_of(target) == "sharded" else _full(target)
+    return _sharded(Checkpoint.open(target)) if format_of(target) == "sharded" else _full(target)
 
 
 # -- directories of torch.distributed.checkpoint ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest
 from ..full.output import beside
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, mapped, on_meta
+from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, map_leaves, on_meta
 from ..sharded.save_plan import SavePlanner, decide
 from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
 from .classify import Parts, merged
@@ -165,7 +165,7 @@ def _given_names(own: SavedOptimizer, groups: list[dict[str, Any]]) -> dict[str,
 
 def _read(tree: Any) -> Any:
     """Return nested values with their tensors read into memory."""
-    return mapped(tree, lambda leaf: leaf.read().clone() if isinstance(leaf, Stored) else leaf)
+    return map_leaves(tree, lambda leaf: leaf.read().clone() if isinstance(leaf, Stored) else leaf)
 
 
 def _manifest(opened: Opened, parts: Parts, save_id: str, files: dict[str, FileRecord]) -> Manifest:

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ..format.torch_file import Slot
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
-from ..sharded.entry_tree import SavedOptimizer, Stored, mapped
+from ..sharded.entry_tree import SavedOptimizer, Stored, map_leaves
 from .classify import Parts
 
 __all__ = ["Slots", "numbered", "torch_structure"]
@@ -41,7 +41,7 @@ class Slots:
                 self.of.append((self._known[leaf.place], leaf))
             return self._known[leaf.place]
 
-        return mapped(tree, slot)
+        return map_leaves(tree, slot)
 
 
 def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> Any:

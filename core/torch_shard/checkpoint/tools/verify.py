@@ -27,7 +27,7 @@ from ..format.dcp_metadata import METADATA
 from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from ..format.torch_file import verify_torch_file
-from ..full.open_files import kind_of, open_full
+from ..full.open_files import format_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL, MODELS
 from ..sharded.entry_tree import leaves, tree_of
@@ -79,7 +79,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
         OSError: the checkpoint can't be read.
     """
     target = find(path)
-    if kind_of(target) != "sharded":
+    if format_of(target) != "sharded":
         return list(_full(target, progress))
     found: list[Problem] = []
     try:
@@ -117,7 +117,7 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
             name, lost, f"it has {size} bytes, and was written with {record.size}; {some(lost)} is not complete"
         )
     with contextlib.closing(file):
-        for (first, _), (last, _) in itertools.pairwise(record.marks):
+        for (first, _), (last, _) in itertools.pairwise(record.checksums):
             if last > size:
                 break
             try:
@@ -133,16 +133,16 @@ def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[
 def _as_the_manifest_says(checkpoint: Checkpoint, manifest: Manifest) -> Iterator[Problem]:
     """Verify that metadata and manifest list the same entries at the same places, and each element of a tensor once."""
     known, storage = checkpoint.metadata.state_dict_metadata, checkpoint.metadata.storage_data
-    said = {
+    listed = {
         (file, item.name, item.offsets, item.start, item.length)
         for file, record in manifest.files.items()
         for item in record.items
     }
-    there = {
+    stored = {
         (info.relative_path, index.fqn, _offsets(known.get(index.fqn), index), info.offset, info.length)
         for index, info in storage.items()
     }
-    for file, name, *_ in sorted(said ^ there, key=str):
+    for file, name, *_ in sorted(listed ^ stored, key=str):
         yield Problem(file, (name,), f"{MANIFEST} and {METADATA} disagree about {name}")
     for name, found in known.items():
         if isinstance(found, TensorStorageMetadata):
@@ -216,7 +216,7 @@ def _damage(error: Exception) -> str:
 
 def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
     """Verify a torch file by its checksums, and safetensors by their headers, sizes and index."""
-    kind = kind_of(path)
+    kind = format_of(path)
     if kind == "torch":
         try:
             verify_torch_file(path, progress=progress)

@@ -95,9 +95,9 @@ class RoundedPiece(Piece):
     __slots__ = ("_absent", "_sources")
 
     def __init__(self, values: list[torch.Tensor], sources: list[tuple[Rounding, int]]) -> None:
-        """`sources`: for each part, the random numbers of its flat buffer and the position in it where the part begins."""
+        """Make the piece of `values`. `sources`: each part's source of random numbers, and the position where the part begins."""
         self._sources = sources
-        # Of the same shape and with hardly any memory. Arithmetic with it outside a step gives NaN.
+        # A placeholder of the same shape with almost no memory. Arithmetic with it outside a step gives NaN.
         nothing = torch.full((1,), torch.nan, dtype=EXACT, device=values[0].device)
         self._absent = nothing.expand(sum(v.numel() for v in values))
         super().__init__(values)

@@ -58,8 +58,8 @@ class Runs:
     Attributes:
         flats: the flat buffers.
         params: the parameters, in the order of the buffers.
-        shard_of: for each parameter the number of its flat buffer.
-        specs, ranges: for each parameter its spec, and the range of its elements in the shard.
+        shard_of: the number of each parameter's flat buffer.
+        specs, ranges: each parameter's spec, and the range of its elements in the shard.
         pieces: the optimizer's parameters.
         stepped, stepped_flats: the parameters with a gradient, and their buffers.
         counters: the counters in the parameters' state.
@@ -70,11 +70,13 @@ class Runs:
     def __init__(
         self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
     ) -> None:
-        """Args:
-        listed: the group's parameters in the user's order.
-        found: the sharded ones by flat buffer.
-        attributes: True if the optimizer may look at Python attributes that the user has given to parameters. Parameters that
-            have some are stepped by themselves.
+        """Make the runs of one group.
+
+        Args:
+            listed: the group's parameters in the user's order.
+            found: the sharded parameters by flat buffer.
+            attributes: True if the optimizer may look at Python attributes that the user has given to parameters. Parameters
+                that have some are stepped by themselves.
         """
         self._attributes = attributes
         self.flats = [flat for flat, _ in found]
@@ -123,7 +125,7 @@ class Runs:
         for any size."""
         if not self._regular or split != self._split:
             return False
-        # In C as far as possible, because this is done for each parameter in each step.
+        # This runs in C as far as possible, because it is done for each parameter in each step.
         try:
             grads = list(map(own_grad, self._present))
             results = list(map(self._flat_of, grads))
@@ -388,7 +390,7 @@ class Runs:
     # -- after a step ---------------------------------------------------------------------------------------------
     def publish(self, state: Any) -> None:
         """Bring the user's state up to date with what the optimizer has made, replaced or removed."""
-        # In the order in which torch makes it, the same on all ranks, because users go through it with collective operations.
+        # State is made in torch's order, the same on all ranks, because users go through it with collective operations.
         made = {i for run in self._runs if run.pieces[0].state for i in run.members}
         for i in self._listed:
             if i in made:
@@ -408,7 +410,7 @@ class Runs:
             if grad is not None and isinstance(piece, RoundedPiece):
                 grad = grad.to(self.flats[run.segments[0].shard].dtypes.grad)
             for i in run.members:
-                # A new tensor, because whoever holds the old one keeps it as it was.
+                # A new tensor, because the old one must stay as it was for code that holds it.
                 part = None if grad is None else self._part(run, grad.detach(), i)
                 set_own_grad(self.params[i], None if part is None else ShardTensor._wrap(part, self.specs[i]))
 
@@ -455,7 +457,7 @@ class Runs:
         for i, own in zip(run.members, entries, strict=True):
             held, part = own.get(key), self._part(run, base, i)
             if isinstance(held, ShardTensor) and held.dtype == part.dtype:
-                held._shard_state.local = part  # whoever holds it still sees the state
+                held._shard_state.local = part  # code that holds it still sees the state
             else:
                 own[key] = held = ShardTensor._wrap(part, self.specs[i])
             held._shard_state.flat = base

@@ -16,9 +16,9 @@ from .piece import Piece
 __all__ = ["Run", "Segment", "fit_fused", "runs_of", "signature"]
 
 SMALL = 1 << 14
-"""Segments of fewer elements are stepped together..."""
+"""The number of elements below which segments are stepped together."""
 TOGETHER = 1 << 20
-"""...up to this many elements in all, so that copies of values and gradients stay small."""
+"""The most elements of segments that are stepped together, so that copies of values and gradients stay small."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Run:
         kind: equal for parameters that may be stepped together.
         members: the numbers of the parameters; some may have no elements on this rank.
         length: the number of elements.
-        places: for each member the position of its segment in the run, less its position in the shard.
+        places: the position of each member's segment in the run, less its position in the shard.
         pieces: the optimizer's parameters for this run.
     """
 

@@ -46,7 +46,7 @@ REST = object()
 def is_step_of_torchs(optimizer: Any) -> bool:
     """Return True if the step is one of torch's own functions, which have one loop, read no attributes of parameters, and leave
     gradients as they are."""
-    # A subclass of no kind of its own steps on flat memory for a function that it has inherited.
+    # An undeclared subclass gets here only with a step function that it inherits from one of torch's classes.
     return is_torchs(type(optimizer)) or kind_of(type(optimizer)) is None
 
 
@@ -88,10 +88,10 @@ class _UserGroup:
     """One of the user's groups.
 
     Attributes:
-        params: its parameters.
-        rest: those that are not the engine's.
-        units: the units of the others, by id.
-        runs: how the others are stepped.
+        params: the group's parameters.
+        rest: the parameters that no engine shards.
+        units: the units of the sharded parameters, by id.
+        runs: the runs in which the sharded parameters are stepped.
     """
 
     def __init__(self, params: list[Any], runtimes: list[Runtime], optimizer: Any, only: object) -> None:
@@ -170,8 +170,8 @@ class FlatStep(StepBackend):
     """
 
     def __init__(self, optimizer: Any, runtime: Runtime, only: object = None) -> None:
-        """`only`: step nothing but the parameters of this flat buffer, which is `runtime`'s, or nothing but :data:`REST`. By
-        default all that the optimizer holds is stepped, of whatever engines: nothing in such a step is collective."""
+        """Make the steps of one optimizer. With `only`, a flat buffer of `runtime` or :data:`REST`, step nothing else. By default
+        all that the optimizer holds is stepped, of any engines: nothing in such a step is collective."""
         # What is kept must not keep the optimizer itself, the key under which it is found.
         self._optimizer: Any = weakref.ref(optimizer)
         self.runtimes, self._only = [runtime], only
@@ -236,11 +236,11 @@ class FlatStep(StepBackend):
         for own, group, (fuse, _) in zip(self._user_groups, groups, chosen, strict=True):
             if own.runs.params or own.rest or self._only is None:
                 self._add(own, group, fuse)
-        # A step counts for buffers with gradients, whichever step looks at the others.
+        # Rounding advances once a step for each buffer, in the step that has the buffer's gradients.
         for flat in {id(flat): flat for runs in self.all_runs for flat in runs.stepped_flats}.values():
             if flat.rounding is not None:
                 flat.rounding.begin()
-        if not self._torchs:  # others may work on all groups at once, in whatever order
+        if not self._torchs:  # others may work on all groups at once, in any order
             for number in range(len(self._groups)):
                 self._load(number)
 
@@ -355,7 +355,7 @@ class FlatStep(StepBackend):
             if last:
                 if not self.announced:
                     runs.counters.follow()
-                # For autograd: a graph that has saved a parameter must not run any more, nor a gathered copy be used.
+                # Autograd must notice: a graph that has saved a parameter must not run any more, nor a gathered copy be used.
                 changed = [] if self.announced else runs.stepped
                 torch.autograd.graph.increment_version([*changed, *(flat.memory for flat in runs.flats)])
         if not self.announced:

@@ -27,7 +27,7 @@ class _Followers:
         self.memory = torch.stack(tensors)
         self.places: list[int] = []
         for tensor, own in zip(tensors, self.memory.unbind(), strict=True):
-            tensor.data = own  # whoever holds the counter still sees it
+            tensor.data = own  # code that holds the counter still sees it
             self.places.append(_place(own))
 
 

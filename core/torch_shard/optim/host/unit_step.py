@@ -47,7 +47,7 @@ class HostUnits:
     """The steps of one optimizer, whose ``step`` is a function of torch's own, on flat buffers in host memory.
 
     Attributes:
-        function: that function, without hooks.
+        function: torch's step function, without its hooks.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -102,7 +102,7 @@ class HostUnits:
             _note_pending_writes(flat, step)
             self._switches[id(flat)] = switches
             return
-        # A copy of all attributes that a step may read, whatever becomes of them later.
+        # A copy of all attributes that a step may read, since they may change later.
         object.__setattr__(prepared.proxy, "__dict__", dict(optimizer.__dict__))
         with torch.no_grad():
             for runs in step.all_runs:

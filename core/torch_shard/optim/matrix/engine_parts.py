@@ -15,9 +15,9 @@ from ...errors import ShardError
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.unit import Unit, unit_of
 from ..checks import check_units, refuse_unreduced, widen_state
-from ..engines_of_optimizer import runtime_of
+from ..engines_of_optimizer import open_runtime_of
 from ..registry import is_declared, kind_of
-from .exchange import Entry, Part, Spares
+from .exchange import OwnedParam, Part, Spares
 from .groups import PartGroup
 from .state import give_owners, move_to_owners, stages_of
 
@@ -32,7 +32,7 @@ class EngineParts:
     """The division of one optimizer's steps on one engine's parameters."""
 
     def __init__(self, optimizer: Any, runtime: Runtime, last: bool) -> None:
-        """`last`: no other engine's part of the step follows, so parameters that no engine has are stepped in this one."""
+        """Divide the steps. `last`: no other engine's part follows, so this part also steps parameters that no engine has."""
         self._optimizer: Any = weakref.ref(optimizer)
         self.runtime, self._last = runtime, last
         self._name = type(optimizer).__name__
@@ -48,7 +48,7 @@ class EngineParts:
         self._entries: dict[int, Any] | None = {}
         self._counts: set[str] = set()  # the options in which steps have counted on this rank
         self._spares = Spares(runtime.collectives.device)
-        # A class of no kind calls a step of torch's: see `_refuse_own_state`.
+        # True for an undeclared subclass, which calls a torch class's step by super(): see `_refuse_own_state`.
         self._within = kind_of(type(optimizer)) is None
 
     # -- before the arithmetic ------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class EngineParts:
                 self._made = made
             groups: list[PartGroup] = []
             for group, parts in zip(optimizer.param_groups, self._parts, strict=True):
-                rest = [p for p in group["params"] if runtime_of(p) is None] if self._last else []
+                rest = [p for p in group["params"] if open_runtime_of(p) is None] if self._last else []
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
                     groups.append(PartGroup(group, part, params, rest if last else [], misuse, self._counts))
@@ -115,7 +115,7 @@ class EngineParts:
         units: dict[int, Unit] = {}
         for group in groups:
             for p in group["params"]:
-                if runtime_of(p) is not self.runtime:
+                if open_runtime_of(p) is not self.runtime:
                     continue
                 unit: Any = unit_of(p)
                 if p._spec.part is not None:
@@ -200,7 +200,7 @@ class EngineParts:
         entries = []
         for p in {id(p): p for p in params}.values():
             flat, _ = _place(p)
-            entries.append(Entry(p, flat, owners[p._spec.name]))
+            entries.append(OwnedParam(p, flat, owners[p._spec.name]))
         names = list(dict.fromkeys(repr(p._unit_ref().name) for p in params))
         some = f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]}" if names else "no unit"
         return Part(entries, self.runtime.collectives, self._spares, f"{self._name}.step() on {some}")

@@ -29,7 +29,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.module_params import copy_attributes
 
-__all__ = ["Entry", "Part", "Spares"]
+__all__ = ["OwnedParam", "Part", "Spares"]
 
 _ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
 
@@ -87,7 +87,7 @@ class Exchange:
         self._spares.give(self._received)
 
 
-class Entry:
+class OwnedParam:
     """A parameter that takes part in a step: its owner, and which of its elements, in memory order, each rank holds."""
 
     __slots__ = ("flat", "held", "itemsize", "mine", "name", "numel", "owner", "param")
@@ -121,8 +121,8 @@ class FullParam:
 
     __slots__ = ("entry", "memory", "value")
 
-    def __init__(self, entry: Entry, memory: torch.Tensor, grad: torch.Tensor) -> None:
-        """`memory` and `grad` are 1-D, with all elements. With stochastic rounding the optimizer gets copies in fp32."""
+    def __init__(self, entry: OwnedParam, memory: torch.Tensor, grad: torch.Tensor) -> None:
+        """Take `memory` and `grad`, 1-D, with all elements. With stochastic rounding the optimizer gets copies in fp32."""
         self.entry = entry
         if entry.flat.rounding is not None:
             memory, grad = memory.to(EXACT), grad.to(EXACT)
@@ -152,7 +152,7 @@ class FullParam:
 class Part:
     """The parameters that are exchanged at once. Parts are made anew when gradients come or go."""
 
-    def __init__(self, entries: Sequence[Entry], collectives: Collectives, spares: Spares, text: str) -> None:
+    def __init__(self, entries: Sequence[OwnedParam], collectives: Collectives, spares: Spares, text: str) -> None:
         self.entries, self.c, self.spares, self.text = list(entries), collectives, spares, text
         me = collectives.rank
         self.owned = [entry for entry in entries if entry.owner == me]
@@ -161,7 +161,7 @@ class Part:
         ranks = range(collectives.size)
         self._to = [[e for e in ordered if e.owner == rank and rank != me and e.length(me)] for rank in ranks]
         self._from = [[e for e in ordered if e.owner == me and rank != me and e.length(rank)] for rank in ranks]
-        # Bytes to and from each rank, with values and gradients on the way to the owners, and values and a mark on the way back.
+        # Bytes to and from each rank, with values and gradients on the way to the owners, and values and a flag on the way back.
         held_here = [_bytes(to, me) for to in self._to]
         held_there = [_bytes(own, rank) for rank, own in enumerate(self._from)]
         self._sizes_to, self._sizes_from = ([_padded(2 * n) for n in sizes] for sizes in (held_here, held_there))
@@ -203,7 +203,7 @@ class Part:
             self._coming = None
         return [full.value for full in self.fulls]
 
-    def _full(self, e: Entry, pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]) -> FullParam:
+    def _full(self, e: OwnedParam, pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]) -> FullParam:
         local: torch.Tensor = e.param._local
         grad: torch.Tensor = e.param.grad._local
         if not e.moves:
@@ -261,7 +261,7 @@ class Part:
         return left
 
     def in_flight(self) -> Iterator[Exchange]:
-        """Yield exchanges that nobody has waited for, and forget them."""
+        """Yield exchanges that have not been waited for, and forget them."""
         for exchange in (self._coming, self._returning):
             if exchange is not None:
                 yield exchange
@@ -276,7 +276,7 @@ class Part:
         return [*parts, torch.zeros(lacking, dtype=torch.uint8, device=self.c.device)] if lacking else parts
 
 
-def _segment(message: torch.Tensor, at: int, length: int, e: Entry) -> tuple[torch.Tensor, int]:
+def _segment(message: torch.Tensor, at: int, length: int, e: OwnedParam) -> tuple[torch.Tensor, int]:
     """Return `length` elements of a message that begin at byte `at`, and the byte at which they end."""
     end = at + length * e.itemsize
     return message[at:end].view(e.param._local.dtype), end
@@ -288,7 +288,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(shards, values)
 
 
-def _bytes(entries: Iterable[Entry], rank: int) -> int:
+def _bytes(entries: Iterable[OwnedParam], rank: int) -> int:
     """Return the bytes of the parameters' values that `rank` holds."""
     return sum(e.length(rank) * e.itemsize for e in entries)
 

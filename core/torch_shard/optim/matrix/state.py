@@ -22,18 +22,18 @@ from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.unit import unit_of
-from ..engines_of_optimizer import params_of, runtime_of, runtimes_of
+from ..engines_of_optimizer import open_runtime_of, params_of, runtimes_of
 from ..registry import has_linear_work, kind_of, kind_of_step
-from ..state_tree import Sent, local, mapped, tensors_of
+from ..state_tree import Sent, local, map_tensors, tensors_of
 
 __all__ = [
+    "all_gather_bytes",
     "collect",
     "descriptions",
-    "elsewhere",
-    "everyone",
     "give_owners",
     "is_matrix",
     "move_to_owners",
+    "owned_elsewhere",
     "sent",
     "stages_of",
 ]
@@ -49,8 +49,8 @@ def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
     return kind == "matrix" or optimizer in runtime.owners
 
 
-def everyone(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
-    """Return each rank's numbers, by rank. They are below 256, and as many on every rank. Collective."""
+def all_gather_bytes(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
+    """Return `mine` of every rank, by rank: numbers below 256, as many on every rank. Collective."""
     c = runtime.collectives
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
     table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
@@ -74,7 +74,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
     work = {
         p._spec.name: work_of(p._spec.shape, linear)
         for p in params_of(optimizer)
-        if runtime_of(p) is runtime  # names of several models may be the same
+        if open_runtime_of(p) is runtime  # names of several models may be the same
     }
     stages = stages_of(new, c.size)
     items = []
@@ -90,8 +90,10 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
     return owners
 
 
-def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]) -> dict[int, bool]:
-    """Return, by id of the parameters whose state is full at their owners, whether the owner is another rank than this.
+def owned_elsewhere(
+    runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]
+) -> dict[int, bool]:
+    """Return a dict from the id of each parameter whose full state lies at an owner to True if another rank owns it.
 
     Parameters without an owner get one.
 
@@ -110,7 +112,7 @@ def elsewhere(runtime: Runtime, optimizer: Any, names: Mapping[int, str], state:
             loaded[id(p)] = p
     found: dict[int, bool] = {}
     for held in runtimes_of(optimizer):
-        own = {i: p for i, p in loaded.items() if runtime_of(p) is held}
+        own = {i: p for i, p in loaded.items() if open_runtime_of(p) is held}
         owners = give_owners(held, optimizer, list(own.values()))
         found.update((i, owners[p._spec.name] != held.collectives.rank) for i, p in own.items())
     return found
@@ -147,7 +149,7 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
 
 
 def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor], what: str) -> None:
-    """Move state to the owners: they keep it, or get it in full, and the others drop theirs. Collective.
+    """Move state to the owners: they keep it, or get it in full, and the other ranks drop their shards. Collective.
 
     Args:
         runtime: the runtime of the parameters.
@@ -161,7 +163,7 @@ def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTenso
     """
     c = runtime.collectives
     state = optimizer.state
-    kinds_of = everyone(runtime, [_kind(state.get(p)) for p in params], what)
+    kinds_of = all_gather_bytes(runtime, [_kind(state.get(p)) for p in params], what)
     for i, p in enumerate(params):
         _check_kinds(runtime, p, [kinds[i] for kinds in kinds_of], what)
     for p in params:
@@ -269,7 +271,7 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
     """Describe the state of parameters for which only some ranks have entries. Collective.
 
     Args:
-        runtime, state, count, what: as for :func:`collect`.
+        runtime, state, count, what: the arguments of :func:`collect`.
 
     Returns:
         On all ranks, by number: the first rank that has entries, and these with a :class:`~..state_tree.Sent` for each tensor.
@@ -277,7 +279,7 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
     c = runtime.collectives
     if c.world == 1 or c.backend == "fake":
         return {}
-    table = everyone(runtime, [int(bool(state.get(number))) for number in range(count)], what)
+    table = all_gather_bytes(runtime, [int(bool(state.get(number))) for number in range(count)], what)
     source = {}
     for number, kinds in enumerate(zip(*table, strict=True)):
         if 0 < sum(kinds) < c.world:
@@ -312,7 +314,7 @@ def sent(
     """
     c = runtime.collectives
     places: list[Sent] = []
-    mapped(description, places.append)
+    map_tensors(description, places.append)
     tensors = iter(tensors_of(state[number])) if c.world_rank == source else None
     found = []
     for place in places:
@@ -325,8 +327,8 @@ def sent(
         if wanted:
             found.append(memory.cpu().view(place.dtype).as_strided(place.shape, place.stride))
     values = iter(found)
-    return mapped(description, lambda _: next(values)) if wanted else None
+    return map_tensors(description, lambda _: next(values)) if wanted else None
 
 
 def _described(value: Any) -> Any:
-    return mapped(value, lambda t: Sent(torch.empty_like(t, device="meta")))
+    return map_tensors(value, lambda t: Sent(torch.empty_like(t, device="meta")))

@@ -151,7 +151,7 @@ class MatrixStep(StepBackend):
         self._answers += part.collect().items()
         stepped = [entry.param for entry in part.entries]
         if stepped:
-            # For autograd: a graph that has saved one of these must not run any more.
+            # Autograd must notice: a graph that has saved one of these must not run any more.
             torch.autograd.graph.increment_version(stepped)
 
     def _finish(self) -> None:
