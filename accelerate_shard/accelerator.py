@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from torch_shard.errors import ConfigError, ShardError
 from torch_shard.frontend import advise_saving, clip_norm, for_autocast, group_timeout, limit_values, precision_of
 
 from ._private import PREPARED_LISTS, refuse_local_sgd
+from .coordination import random_states
 from .coordination.uneven_batches import even_batches_set, join
 from .coordination.waiting import barrier, each
 from .models import methods, outside_autocast
@@ -280,6 +282,26 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         limit_values(engines_of(self._models), _listed(parameters), clip_value)
 
     # -- batches ----------------------------------------------------------------------------------------------------
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a dataloader as Accelerate does. Not collective.
+
+        Where ranks begin to iterate over it and random states are synchronized, they are compared first.
+
+        Raises (from iterating):
+            DivergenceError: at once, on all ranks: another rank is in something else that is collective, say in a forward.
+        """
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        own = weakref.ref(self)
+
+        def begin() -> None:
+            accelerator = own()
+            if accelerator is not None:
+                what = "the beginning of a dataloader"
+                barrier(engines_of(accelerator._models), group_timeout(accelerator.device), what)
+
+        random_states.announce(prepared, begin)
+        return prepared
+
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Evaluate inside with different numbers of batches on the ranks. Collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from datetime import timedelta
 
@@ -140,7 +141,7 @@ def test_something_collective_on_the_main_process_alone_is_an_error_at_once_that
         acc.save_state(tmp_path / "state")
         before = listed(tmp_path)
         begin = time.monotonic()
-        with pytest.raises(DivergenceError, match=r"(?s)rank 0.*test_waiting\.py.*rank 1.*test_waiting\.py") as caught:
+        with pytest.raises(DivergenceError, match=r"(?s)rank 0.*tests/accelerate/.*rank 1.*tests/accelerate/") as caught:
             CALLS[alone if acc.is_main_process else others](acc, model, tmp_path / "state")
             acc.wait_for_everyone()
         assert time.monotonic() - begin < 8 and str(caught.value).count("tests/accelerate/") == 2
@@ -200,3 +201,21 @@ def test_wait_for_everyone_stays_a_barrier_after_an_engine_was_given_up(rank):
         dist.barrier()
         acc.free_memory()
         acc.wait_for_everyone()
+
+
+@ranks(2)
+def test_a_rank_that_begins_a_shuffled_dataloader_while_another_computes_hears_of_it_at_once(rank):
+    with accelerator() as acc:
+        model, data = acc.prepare(net(), loader(shuffle=True))
+        for batch in data:
+            loss_of(model, batch).backward()
+        copied = pickle.loads(pickle.dumps(data.rng_types))
+        assert copied == ["generator"] and type(copied) is list
+        begin = time.monotonic()
+        with pytest.raises(DivergenceError, match="the beginning of a dataloader"):
+            if rank == 0:
+                with torch.no_grad():
+                    model(torch.ones(2, 12))
+            else:
+                next(iter(data))
+        assert time.monotonic() - begin < 20
