@@ -141,7 +141,9 @@ def test_something_collective_on_the_main_process_alone_is_an_error_at_once_that
         acc.save_state(tmp_path / "state")
         before = listed(tmp_path)
         begin = time.monotonic()
-        with pytest.raises(DivergenceError, match=r"(?s)rank 0.*tests/accelerate/.*rank 1.*tests/accelerate/") as caught:
+        with pytest.raises(
+            DivergenceError, match=r"(?s)rank 0.*tests/accelerate/.*rank 1.*tests/accelerate/"
+        ) as caught:
             CALLS[alone if acc.is_main_process else others](acc, model, tmp_path / "state")
             acc.wait_for_everyone()
         assert time.monotonic() - begin < 8 and str(caught.value).count("tests/accelerate/") == 2
