@@ -24,7 +24,7 @@ from torch_shard.frontend import agree, engine_holding, make_full
 from torch_shard.frontend.checkpoint import broadcast, each, gather
 
 from .. import _private
-from .full_weights_in_hooks import Known, known
+from .full_weights import Known, known, known_weights
 
 __all__ = ["save_pretrained"]
 
@@ -32,7 +32,8 @@ __all__ = ["save_pretrained"]
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
 
-    In a hook of ``save_state`` it is not collective, and rank 0 writes alone (see :mod:`.full_weights_in_hooks`).
+    In a hook of ``save_state``, and in the ``save_pretrained`` of a model around it, it is not collective, and the rank that
+    runs the hook or the outer call writes alone (see :mod:`.full_weights`).
 
     The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
 
@@ -49,9 +50,9 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
         CheckpointError: on all ranks: the files can't be written.
         ConfigError: an argument for which the sharded model itself would have to be changed.
     """
-    in_hook = known(module)
-    if in_hook is not None:
-        return _save_known(module, in_hook, _Call(module, stock, args, kwargs))
+    found = known(module)
+    if found is not None:
+        return _save_known(module, found, _Call(module, stock, args, kwargs))
     engine = engine_holding(module)
     if engine is None:
         return stock(*args, **kwargs)
@@ -95,19 +96,13 @@ class _Call:
             )
 
     def write(self, module: nn.Module, found: dict[str, Any]) -> Any:
-        """Make the library write the tensors of `found`. Not collective."""
-        if self.takes_state:
-            return self.stock(*self.positional, **self.arguments, state_dict=found)
-        # A library that calls module.state_dict() itself.
-        before = module.__dict__.get("state_dict")
-        module.__dict__["state_dict"] = lambda *args, **kwargs: found
-        try:
-            return self.stock(*self.positional, **self.arguments)
-        finally:
-            if before is None:
-                del module.__dict__["state_dict"]
-            else:
-                module.__dict__["state_dict"] = before
+        """Make the library write the tensors of `found`. Not collective.
+
+        The library may call ``state_dict()`` itself, or ``save_pretrained`` of a part, as SentenceTransformer does.
+        """
+        state = {"state_dict": found} if self.takes_state else {}
+        with known_weights(module, found, is_first=True):
+            return self.stock(*self.positional, **self.arguments, **state)
 
 
 def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[str, Any]) -> Any:
@@ -132,11 +127,11 @@ def _save_given(module: nn.Module, engine: Engine, call: _Call, given: Mapping[s
     return call.write(module, dict(given))
 
 
-def _save_known(module: nn.Module, in_hook: Known, call: _Call) -> Any:
-    """Write on rank 0, in a hook of ``save_state``; the other ranks return. Not collective."""
-    if not in_hook.is_first or not call.is_main:
+def _save_known(module: nn.Module, found: Known, call: _Call) -> Any:
+    """Write where the full weights are known; the other ranks return. Not collective."""
+    if not found.is_first or not call.is_main:
         return None
-    own = in_hook.state()
+    own = found.state()
     given = own if call.state_dict is None else dict(call.state_dict)
     # The weights that hooks get are ShardTensors.
     lost = [name for name, value in given.items() if isinstance(value, ShardTensor) and name not in own]

@@ -35,7 +35,7 @@ from torch_shard.frontend.checkpoint import (
     size_of,
 )
 
-from ..models.full_weights_in_hooks import known
+from ..models.full_weights import known
 from ..models.unwrap import engine_of, inner
 from .files import OPTIMIZER_NAME, numbered, read, safely
 from .prepared import Prepared, Ranks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-from ..models.full_weights_in_hooks import hooks_run
+from ..models.full_weights import hooks_run
 from ..settings.plugin import ShardPlugin
 from .full import get_state_dict, save_model, shard_in
 from .load import load_state

@@ -28,7 +28,7 @@ from torch_shard.frontend.checkpoint import (
 )
 from torch_shard.log import logger
 
-from ..models.full_weights_in_hooks import full_weights
+from ..models.full_weights import full_weights
 from . import directory_names, full, small_objects
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks

@@ -18,6 +18,7 @@ from tests.accelerate.support.accelerators import OURS, accelerator, engine_of
 from tests.support.hf_models import build
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard import ShardTensor
 from torch_shard.errors import ConfigError, MissingRankError, ShardError, StateDictError
 
 
@@ -178,3 +179,30 @@ def test_inside_gathered_and_after_close_it_is_the_stock_method_and_leaves_no_tr
         loaded = pickle.loads(data)
         assert loaded.save_pretrained.__self__ is loaded and loaded.generate.__self__ is loaded
     dist.barrier()
+
+
+class Encoder(torch.nn.Module):
+    """Saves its parts itself, one after the other, as a SentenceTransformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto_model = build("gpt2")[0]
+        self.pooling = torch.nn.Linear(3, 2)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        self.auto_model.save_pretrained(folder, safe_serialization=True)
+        torch.save(self.pooling.state_dict(), Path(folder, "pooling.pt"))
+
+
+@ranks(2)
+def test_a_model_whose_save_calls_that_of_a_part_is_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Encoder()
+    wanted, pooling = weights(model.auto_model), weights(model.pooling)
+    with accelerator(OURS) as acc:
+        model = acc.prepare(model)
+        model.save_pretrained(tmp_path)
+        assert_loads(tmp_path, wanted)
+        saved = torch.load(tmp_path / "pooling.pt")
+        assert saved.keys() == pooling.keys() and all(torch.equal(saved[name], pooling[name]) for name in pooling)
+        assert all(isinstance(p, ShardTensor) for p in model.state_dict().values())

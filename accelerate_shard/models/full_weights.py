@@ -1,9 +1,10 @@
-"""Full weights for hooks of ``save_state`` that run on the main process alone.
+"""Full weights for code that runs on the main process alone: hooks of ``save_state``, and what ``save_pretrained`` calls.
 
 Under DDP ``if accelerator.is_main_process: unwrap(model).save_pretrained(...)`` is right. With sharded models that rank has only
 its shards, and the other ranks do not take part. So all models are gathered before hooks run. While they run, ``state_dict()`` of
 a model and of its parts, ``accelerator.get_state_dict``, ``save_model`` and ``save_pretrained`` use the full weights on rank 0
-and are not collective. On the other ranks they return nothing and write nothing.
+and are not collective. On the other ranks they return nothing and write nothing. The same holds on a rank that writes while the
+``save_pretrained`` of a model calls that of a part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch_shard.errors import StateDictError
 from .. import _private
 from .method_overrides import Shadow
 
-__all__ = ["Known", "full_weights", "hooks_run", "known"]
+__all__ = ["Known", "full_weights", "hooks_run", "known", "known_weights"]
 
 
 class Known(NamedTuple):
@@ -89,13 +90,19 @@ def full_weights(
             prompts = _private.prompt_encoders(model)
             if prompts:  # PEFT saves their output
                 stack.enter_context(engine.gathered(prompts))
-            stack.enter_context(_told(model, full, is_first))
+            stack.enter_context(known_weights(model, full, is_first))
         yield [None if full is None else Known(full, "", is_first).state() for full in full_states]
 
 
 @contextlib.contextmanager
-def _told(model: nn.Module, weights: Mapping[str, torch.Tensor], is_first: bool) -> Iterator[None]:
-    """Make the weights of a model and of its parts known inside, to their ``state_dict()`` too on rank 0."""
+def known_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], is_first: bool) -> Iterator[None]:
+    """Make the weights of a model and of its parts known inside, also to their ``state_dict()`` where `is_first`. Not collective.
+
+    Args:
+        model: a sharded model, or a part of one.
+        weights: its full state dict; empty unless `is_first`.
+        is_first: True on a rank that writes.
+    """
     modules = [(name, module) for name, module in model.named_modules() if id(module) not in _known]
     before = [module.__dict__.get("state_dict") for _, module in modules] if is_first else []
     try:
