@@ -113,6 +113,7 @@ def test_training_continues_from_a_file_of_lightnings_fsdp(tmp_path):
 # -- without this package ---------------------------------------------------------------------------------------------
 
 WITHOUT = """
+import sys
 
 for name in ("torch_shard", "lightning_shard"):
     sys.modules[name] = None  # an import of it is an ImportError
