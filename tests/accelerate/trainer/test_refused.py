@@ -42,17 +42,23 @@ def test_shards_are_not_saved(tmp_path, rank):
         ({"parallelism_config": object()}, "TrainingArguments.parallelism_config"),
         ({"fsdp": True, "fsdp_config": {"xla": True}}, "xla"),
         ({"_n_gpu": 2}, "torchrun"),
-        ({"fsdp": True, "shard_plugin": ShardPlugin()}, "shard_plugin and fsdp_plugin"),
     ],
 )
 def test_another_engine_is_refused_with_the_remedy(changed, named, tmp_path):
     class Changed(Ours):
         def create_accelerator_and_postprocess(self) -> None:
             for name, value in changed.items():
-                setattr(self if name == "shard_plugin" else self.args, name, value)
+                setattr(self.args, name, value)
             super().create_accelerator_and_postprocess()
 
     with pytest.raises(ConfigError, match=named), trainer(Changed, tmp_path):
+        pass
+
+
+@ranks(2)
+def test_settings_of_both_are_refused(tmp_path):
+    options = {"options": {"shard_plugin": ShardPlugin()}, "fsdp": True}
+    with pytest.raises(ConfigError, match="shard_plugin and fsdp_plugin"), trainer(Ours, tmp_path, **options):
         pass
 
 
@@ -69,7 +75,7 @@ def test_an_optimizer_of_bitsandbytes_is_refused_before_the_first_step_with_a_re
     model = build("gpt2")[0]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     kind = type("AdamW" if bits == 8 else "Lion", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.x"})
-    optimizer = type("Subclass", (kind,), {})(model.parameters(), lr=0.1)
+    optimizer = (kind if bits == 8 else type("Subclass", (kind,), {}))(model.parameters(), lr=0.1)
     optimizer.args = type("Args", (), {"optim_bits": bits})()
     with trainer(Ours, tmp_path, model, options={"optimizers": (optimizer, None)}) as own:
         with pytest.raises(ConfigError) as error:
