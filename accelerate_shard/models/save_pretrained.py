@@ -38,7 +38,8 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
     The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
 
     Args:
-        module: a sharded model, or a part of one, with a ``save_pretrained`` of its own.
+        module: a sharded model, or a part of one, with a ``save_pretrained`` of its own. Where that takes no ``state_dict=``, the
+            ranks that write hold the full parameters while it runs, too, so that it may compute.
         stock: the module's own ``save_pretrained``, which gets the other arguments.
 
     Returns:
@@ -167,7 +168,9 @@ def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list
         else:
             make_full(engine, wanted, writers == [0], what, error)
         found.update(wanted)
-        return each(engine, what, lambda: call.write(module, found) if here else None, nonce=nonce)
+        # A library with a save of its own may compute, too: SentenceTransformer shows what it has encoded in its model card.
+        with contextlib.nullcontext() if call.takes_state else engine.gathered(module, ranks=writers):
+            return each(engine, what, lambda: call.write(module, found) if here else None, nonce=nonce)
 
 
 def _writers(plans: list[tuple[bool, str]]) -> list[int]:

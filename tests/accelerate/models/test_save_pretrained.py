@@ -182,7 +182,7 @@ def test_inside_gathered_and_after_close_it_is_the_stock_method_and_leaves_no_tr
 
 
 class Encoder(torch.nn.Module):
-    """Saves its parts itself, one after the other, as a SentenceTransformer does."""
+    """Saves its parts itself, one after the other, and computes for its model card, as a SentenceTransformer does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,12 +190,16 @@ class Encoder(torch.nn.Module):
         self.pooling = torch.nn.Linear(3, 2)
 
     def save_pretrained(self, folder: str | Path) -> None:
+        with torch.no_grad():
+            shape = self.pooling(self.auto_model(torch.tensor([[1, 2]])).logits[..., :3]).shape
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "README.md").write_text(f"It makes {tuple(shape)} of two tokens.")
         self.auto_model.save_pretrained(folder, safe_serialization=True)
         torch.save(self.pooling.state_dict(), Path(folder, "pooling.pt"))
 
 
 @ranks(2)
-def test_a_model_whose_save_calls_that_of_a_part_is_saved(tmp_path: Path) -> None:
+def test_a_model_whose_save_computes_and_calls_that_of_a_part_is_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Encoder()
     wanted, pooling = weights(model.auto_model), weights(model.pooling)
