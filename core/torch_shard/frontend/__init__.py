@@ -153,7 +153,7 @@ def own_buffers(engine: Engine) -> Iterator[None]:
 
 def advise_saving(engine: Engine, advice: str) -> None:
     """Have errors about pickling shards say `advice`, whole sentences in the user's terms, in place of the engine's own."""
-    engine._runtime.collectives.watchdog.saving = advice
+    engine._runtime.collectives.watchdog.saving_advice = advice
 
 
 def abandon(engine: Engine) -> None:

@@ -132,7 +132,7 @@ class Runtime:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self.collectives.world_rank}: a sharded model can't be pickled (torch.save(model)), since each rank holds "
-            f"shards only. {self.collectives.watchdog.saving}"
+            f"shards only. {self.collectives.watchdog.saving_advice}"
         )
 
     # -- what units ask -----------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ class ShardTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardPicklingError(
             f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's shard. "
-            f"{self._spec.comm.watchdog.saving}"
+            f"{self._spec.comm.watchdog.saving_advice}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
