@@ -38,8 +38,8 @@ class Watchdog:
     All ranks may wait for one rank. While no rank posts anything new, a look at the store is one request. Reading new posts
     takes three more requests, however many ranks there are.
 
-    It also has what all parts of an engine say in errors: ``saving_advice`` is how the user saves full values, which a front end may
-    word in its own way.
+    It also keeps what several parts of an engine say in errors: ``saving_advice``, how the user saves full values, which a front
+    end words in its own way.
     """
 
     def __init__(self, rank: int, ranks: list[int], timeout: float, key: str) -> None:
