@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.offload.models import Training, flats, hold, inputs, loss_of
 from tests.support.marks import exhaustive
@@ -79,7 +79,7 @@ def test_a_checkpoint_costs_no_step_in_the_training_thread(rank, copy, tmp_path)
     elif copy == "full":
         training.state()
     else:
-        torch.distributed.checkpoint.save(training.model.state_dict(), checkpoint_id=tmp_path)
+        dcp.save(training.model.state_dict(), checkpoint_id=tmp_path)
     assert all(in_background(training))
     training.engine.save(tmp_path / "again", optimizer=training.optimizer)
     training.engine.load(tmp_path / "again", optimizer=training.optimizer)

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from packaging.version import Version
 from torch import nn
 
 import torch_shard
 from accelerate_shard import from_pretrained
+from tests.accelerate.support.peft_models import transformers_takes_peft
 from tests.support.hf_models import NAMES, build
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -226,10 +226,7 @@ def test_new_and_saved_adapters_are_put_on_as_on_the_model_that_transformers_loa
         assert_equal(model, reference)
 
 
-@pytest.mark.skipif(
-    Version(peft.__version__) < Version(transformers.integrations.peft.MIN_PEFT_VERSION),
-    reason="transformers refuses this version of peft",
-)
+@transformers_takes_peft
 @pytest.mark.parametrize("modules", [None, *exhaustive(["lm_head"])])
 @ranks(2)
 def test_transformers_own_adapters_are_loaded_saved_and_added_before_it_is_sharded(rank, modules, tmp_path):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.accelerate.models.test_generation import text, too_little_memory
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, engine_of
-from tests.accelerate.support.peft_models import adapted, compare, lora, train
+from tests.accelerate.support.peft_models import adapted, compare, lora, train, transformers_takes_peft
 from tests.support.hf_models import build
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
@@ -207,6 +207,7 @@ def test_token_by_token_a_peft_model_is_computed_under_autocast(rank: int) -> No
 
 
 @pytest.mark.exhaustive
+@transformers_takes_peft
 @ranks(2)
 def test_adapters_of_transformers_own_methods_are_saved_by_peft_s_names(tmp_path: Path) -> None:
     def make() -> Any:

@@ -6,12 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import peft
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.accelerate.support.accelerators import BOTH, accelerator
 from tests.accelerate.support.training import Result, assert_same, full_parameters
 from tests.support.hf_models import VOCAB, build
 
+# transformers may ask for a version of peft that is not out yet.
+transformers_takes_peft = pytest.mark.skipif(
+    Version(peft.__version__) < Version(transformers.integrations.peft.MIN_PEFT_VERSION),
+    reason="transformers refuses this version of peft",
+)
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "down_proj"], "t5": ["q", "v"]}
 
 
