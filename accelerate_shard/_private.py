@@ -52,7 +52,7 @@ __all__ = [
     "takes_adapters",
 ]
 
-TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0",), "peft": ("0.21.2",)}
+TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0", "5.24.0"), "peft": ("0.21.2",)}
 
 PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 """Attributes of the Accelerator: lists of what was prepared."""

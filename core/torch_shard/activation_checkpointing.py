@@ -161,7 +161,7 @@ class _Recomputed:
             return self.forward(*args, **kwargs)
         if getattr(layer, "gradient_checkpointing", False):
             return self.forward(*args, **kwargs)
-        kwargs = _without_cache(kwargs)
+        kwargs = _without_cache(layer, kwargs)
         if self.offload is None:
             return checkpoint(functools.partial(self.forward, **kwargs), *args, use_reentrant=False)
         if torch.compiler.is_compiling():
@@ -203,9 +203,11 @@ _offloaded_uncompiled._torchdynamo_disable_msg = (
 )
 
 
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_cache(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return `kwargs` without caches: recomputation would write keys and values a second time. transformers does the same."""
-    changed: dict[str, Any] = {name: None for name in _CACHES if kwargs.get(name) is not None}
+    # Since version 5.24 of transformers the name is "cache", which in other layers may be anything.
+    names = (*_CACHES, "cache") if getattr(layer, "_can_checkpoint_with_cache", None) is False else _CACHES
+    changed: dict[str, Any] = {name: None for name in names if kwargs.get(name) is not None}
     if kwargs.get("use_cache"):
         changed["use_cache"] = False
     if changed:
