@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
+from torch_shard.comm.watchdog import Watchdog
 from torch_shard.layout.flat_layout import FlatLayout, ParamMeta
 from torch_shard.shard_tensor.spec import ShardSpec
 from torch_shard.shard_tensor.tensor import ShardTensor
@@ -28,6 +29,10 @@ class GroupComm:
     @property
     def world_rank(self):
         return self.rank
+
+    @property
+    def watchdog(self):
+        return Watchdog(self.rank, list(range(self.size)), 30.0, "")
 
     @property
     def data_parallel(self):
