@@ -198,10 +198,10 @@ class Runtime:
 
     def _open_session(self) -> None:
         """Agree with the other ranks that a forward begins. Collective."""
+        self.session = self.schedule.fresh = True
         if self.collectives.world == 1:
             self.schedule.agree_on_changes("the start of a forward")
             return
-        self.session = self.schedule.fresh = True
         if self.engine_order is not None and not self.operations.number:
             self.operations.number = self.engine_order.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION

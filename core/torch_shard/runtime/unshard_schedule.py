@@ -188,8 +188,8 @@ class UnshardSchedule:
             if unit is use.unit or unit.running or unit.awaits_trigger:
                 continue
             if not unit.uses:
-                if unit.index in self.passed and unit.state is State.FULL:
-                    self.reshard(unit)
+                if unit.index in self.passed:
+                    self.reshard(unit)  # waits for the unit first, as all ranks do: they must release it at one place
             elif all(u.start >= use.end and u.task == use.task for u in unit.uses):
                 unit.uses.clear()
                 self.reshard(unit)
