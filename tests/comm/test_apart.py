@@ -126,7 +126,7 @@ def test_a_rank_that_dies_before_the_comparison_does_not_hang_the_other():
 @ranks(2)
 def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
     model = net()
-    engine = torch_shard.shard(model, **small)
+    engine = torch_shard.shard(model, alone="error", **small)
     if rank == 0:  # a collective that carries no parameters and no gradients, so that nothing can pair with it wrongly
         engine._runtime.collectives.watchdog.channels["host barrier"].count()
     with pytest.raises(DivergenceError, match=r"rank 0: .*; rank 1: "):

@@ -14,19 +14,23 @@ import torch
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
 from ..config.shard_config import ShardConfig
-from ..unit.phases import BACKWARD, FORWARD
+from ..unit.phases import BACKWARD, EVALUATION, FORWARD
 from ..unit.unit import State, Unit
 from .gather_order import Event, GatherOrder
 
 if TYPE_CHECKING:
+    from .lone_reads import LoneReads
     from .use import Use
 
 
 class UnshardSchedule:
     """The unshards and reshards of one sharded model."""
 
-    def __init__(self, config: ShardConfig, collectives: Collectives, operations: OperationSequence) -> None:
+    def __init__(
+        self, config: ShardConfig, collectives: Collectives, operations: OperationSequence, lone: LoneReads
+    ) -> None:
         """Make the schedule of a model whose strategy and prefetch are in `config`."""
+        self.lone = lone
         self.units: dict[int, Unit] = {}  # by index, with gaps in the copy of a submodule; see Runtime.add
         self.order = GatherOrder(config.prefetch)
         self.operations = operations
@@ -61,6 +65,9 @@ class UnshardSchedule:
             unit.wait()
             unit.note_stream()
             return
+        if self.lone.running:
+            self.lone.unshard(unit)
+            return
         idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
         # A stale unit was edited since the ranks have compared at the beginning of the forward, so by code that all ranks run.
         edited = idle and phase != BACKWARD and unit.is_stale()
@@ -77,7 +84,9 @@ class UnshardSchedule:
         event: Event = (phase, unit.index, first)
         upcoming = None
         if not self.order.repeats(event):
-            self._follow(unit, event)
+            if not self._follow(unit, event):
+                self.lone.unshard(unit)
+                return
             upcoming = [self.units[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             if edited or (idle and unit.outdated):
@@ -97,16 +106,27 @@ class UnshardSchedule:
             unit.unshard(from_secondary=phase == BACKWARD)
         self.gathered[unit.index] = unit
 
-    def _follow(self, unit: Unit, event: Event) -> None:
+    def _follow(self, unit: Unit, event: Event) -> bool:
+        """Note an event, and agree on it where it did not follow here before; False if this rank alone reads the unit."""
+        what = f"the agreement to gather unit {unit.name!r}, which did not follow here before"
+        if event[0] == EVALUATION and not self.order.predicts(event):
+            if self.lone.meet(what, [self._noted(event)]) is None:
+                return False
+            self.order.advance(event)
+            return True
         if event[0] == BACKWARD and not event[2]:
             self.pass_over(event)
         self._note(event)
         if not self.order.advance(event):
-            self.operations.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
+            self.operations.check(what)
+        return True
+
+    def _noted(self, event: Event) -> tuple[int, str]:
+        phase, index, _ = event
+        return phase * 1_000_003 + index + 17, self.units[index].event_texts[phase]
 
     def _note(self, event: Event) -> None:
-        phase, index, _ = event
-        self.operations.note(phase * 1_000_003 + index + 17, self.units[index].event_texts[phase])
+        self.operations.note(*self._noted(event))
 
     def pass_over(self, until: Event | None) -> None:
         """Take part in the unshards that are predicted before `until` (None: before the end of backward). Collective.
@@ -128,22 +148,25 @@ class UnshardSchedule:
     # -- reshard ------------------------------------------------------------------------------------------------
     @staticmethod
     def _is_current(unit: Unit) -> bool:
-        # `unit.is_stale()` would not do: all ranks must come to the same answer (see `agree_on_changes`).
+        # `unit.is_stale()` would not do: all ranks must come to the same answer (see `changes`).
         return unit.state is not State.SHARDED and not unit.refill and not unit.outdated
 
-    def agree_on_changes(self, what: str) -> bool:
-        """Find the units that any rank has changed, or may have changed unseen, and compare the ranks' sequences. Collective.
+    def changes(self) -> torch.Tensor | None:
+        """Return marks of the units that this rank has changed, or may have changed unseen, for the ranks to agree upon.
 
-        Only ``shard_optim`` needs this, where a forward begins. Returns False for other strategies, which do nothing here.
+        Only ``shard_optim`` needs this, where a forward begins; None for other strategies.
         """
         if not self.keeps_on:
-            return False
-        units = list(self.units.values())
-        marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in units]
-        agreed = self.operations.check(what, torch.tensor(marks, dtype=torch.uint8))
-        for unit, changed in zip(units, marks if agreed is None else agreed.tolist(), strict=True):
+            return None
+        marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in self.units.values()]
+        return torch.tensor(marks, dtype=torch.uint8, device="cpu")
+
+    def note_changes(self, marks: torch.Tensor | None) -> None:
+        """Note which units any rank has changed, by the :meth:`changes` of all ranks."""
+        for unit, changed in zip(
+            self.units.values(), () if marks is None else marks.tolist(), strict=marks is not None
+        ):
             unit.outdated = bool(changed)
-        return True
 
     def reshard(self, unit: Unit, for_backward: bool = False) -> None:
         """Reshard a unit; if backward may reach the unit without a trigger, only take part in its next unshard."""
