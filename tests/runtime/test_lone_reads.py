@@ -269,7 +269,7 @@ def test_alone_error_gives_the_error_to_all_ranks(rank: int) -> None:
 
 
 @ranks(2)
-def test_reads_are_logged_once_a_line_with_their_bytes_in_the_statistics(rank: int, caplog: Any = None) -> None:
+def test_reads_are_logged_once_a_line_with_their_bytes_in_the_statistics(rank: int) -> None:
     sharded, engine, _ = made()
     lines = []
     torch_shard.log.logger.addFilter(lambda record: lines.append(record.getMessage()) or True)

@@ -95,9 +95,7 @@ class Comparisons:
         if self._left is not None:
             if reads and not self._left.done():
                 return False
-            self._left.what = what
-            self._left.wait()
-            self._left = None
+            self._end_left(what)
         if self._error is not None:
             if reads:
                 return False
@@ -126,6 +124,16 @@ class Comparisons:
             channel.groups.buffers[work] = message
         return False
 
+    def _end_left(self, what: str) -> None:
+        """Wait for the all-reduce that this rank has left, since it is back for `what`."""
+        assert self._left is not None
+        left, self._left = self._left, None
+        left.what = what
+        try:
+            left.wait()
+        except MissingRankError as error:
+            self._error = error
+
     def _come(self, pending: Pending, alone_after: float) -> bool:
         """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone."""
         begin, pause = time.monotonic(), _SOON
@@ -134,9 +142,10 @@ class Comparisons:
         places: dict[int, str] = {}
         while missing:
             try:
-                if pending.wait_at_most(pause):
+                if self._error is None and pending.wait_at_most(pause):
+                    pending.work.wait()  # a collective that has failed counts as ended
                     return True
-            except MissingRankError as error:  # a partner has destroyed its process groups, or is gone
+            except (MissingRankError, RuntimeError) as error:  # a partner has destroyed its process groups, or is gone
                 self._error = error
             pause = _LOOK
             sure = alone_after == math.inf

@@ -50,7 +50,7 @@ class OperationSequence:
             self.history.append(text)
 
     def notes_of_batch(self) -> list[tuple[int, str]]:
-        """Return what the front end knows of the batch, to be noted: a rank with fewer batches is found before it stops coming."""
+        """Return what the front end knows of the batch, to be noted, so that a rank with fewer batches is found in time."""
         return [(zlib.crc32(self.batch.encode()), f"{_BATCH}{self.batch}")] if self.batch else []
 
     @contextlib.contextmanager

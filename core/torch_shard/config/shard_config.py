@@ -130,7 +130,7 @@ class ShardConfig:
                 )
         object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
         check_bools(self, "sync_module_states", "broadcast_buffers", "debug", "single_communicator")
-        check_seconds("timeout", self.timeout)
+        self._check_timeout()
         if self.alone not in ("read", "error"):
             raise ConfigError(f"alone must be 'read' or 'error', not {self.alone!r}.")
         check_seconds("alone_after", self.alone_after)
@@ -155,6 +155,9 @@ class ShardConfig:
         # A list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
+
+    def _check_timeout(self) -> None:
+        check_seconds("timeout", self.timeout)
 
     @property
     def is_hybrid(self) -> bool:

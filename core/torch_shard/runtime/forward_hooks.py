@@ -53,8 +53,8 @@ class Forwards:
         return self.depth > 0 or bool(self._roots)
 
     # -- of units -------------------------------------------------------------------------------------------------
-    def enter(self, unit: Unit) -> None:
-        """Begin the forward of a module that triggers `unit`. Collective."""
+    def enter(self, unit: Unit, module: nn.Module) -> None:
+        """Begin the forward of `module`, which triggers `unit`. Collective."""
         if self._entered:
             self.leave_interrupted()
         runtime, use = self.runtime, Use(unit, sequence_number())
@@ -65,7 +65,7 @@ class Forwards:
             runtime.check_registrations()
         phase = runtime.phase()
         try:
-            runtime.unshard(unit, phase)
+            runtime.unshard(unit, phase, "the model" if self._roots else f"{type(module).__name__} of {unit.name}")
         except BaseException:
             if not self.running:  # else the end of the outer forward does that
                 runtime.lone.end()
@@ -124,6 +124,7 @@ class Forwards:
             return
         if not recording:
             runtime.schedule.reshard_after_evaluation()
+            runtime.session = False  # what is read next, this rank may read alone
         if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
             runtime.session = False
 
@@ -202,7 +203,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _enter_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any) -> None:
-    _call(runtime.forwards.enter, unit)
+    _call(runtime.forwards.enter, unit, module)
 
 
 def _exit_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:

@@ -30,10 +30,6 @@ class GatherOrder:
         """Return True if `event` is the latest event once more, of the same unit in the same phase."""
         return self.last[1] is not None and self.last[1][:2] == event[:2] and not event[2]
 
-    def predicts(self, event: Event) -> bool:
-        """Return True if `event` came next when the latest two events came one after the other last."""
-        return self._successors.get(self.last) == event
-
     def advance(self, event: Event) -> bool:
         """Remember that `event` came next; return True if it was predicted."""
         known = self._successors.get(self.last) == event

@@ -77,6 +77,9 @@ class LoneReads:
         alone_after = self._alone_after
         if records and alone_after is not None:
             alone_after = math.inf
+        # One rank may come from before a step to the same read to which another comes from behind it.
+        version = runtime.versions.finished
+        notes = [*notes, (version, f"reads the model after {version} changes")]
         found = runtime.operations.meet(what, notes, alone_after, payload)
         if found is None:
             self._begin(what)

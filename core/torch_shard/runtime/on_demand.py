@@ -128,7 +128,7 @@ class OnDemand:
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
         if not (at_hand or (not inside and not recording and self._is_unsharded(unit, param))):
             reads = not (inside or edits)
-            runtime.unshard(unit, runtime.phase(), reads)
+            runtime.unshard(unit, runtime.phase(), f"{name} of {param._spec.name}", reads)
             if reads and recording and runtime.lone.running:
                 return self._read_alone(flat, index, recording)
         for each in unit.flats:

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import functools
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,10 @@ class Runtime:
         return self.lone.reading
 
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of a flat buffer, for a rank that reads alone; see :class:`torch_shard.comm.ports.ShardSource`."""
+        """Return this rank's shard of a flat buffer, for a rank that reads alone; see :class:`~torch_shard.comm.ports.ShardSource`.
+
+        Called in any thread.
+        """
         return self.schedule.units[part.unit].flats[part.flat].shard_to_send(part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -219,8 +223,7 @@ class Runtime:
         """Broadcast the buffers of rank 0, if a training forward may have changed them since the last time. Collective."""
         if self.buffers is None or not self.buffers.due or self.solo:
             return
-        noted = [self.buffers.signature(root)]
-        if not self.session and not self._open_session(noted):
+        if not self.session and not self._open_session("the model", [self.buffers.signature(root)]):
             return  # this rank evaluates alone, with the buffers that it has
         self.buffers.synchronise(root)
 
@@ -230,10 +233,11 @@ class Runtime:
             return BACKWARD
         return FORWARD if torch.is_grad_enabled() else EVALUATION
 
-    def _open_session(self, noted: Sequence[tuple[int, str]] = (), reads: bool = False) -> bool:
+    def _open_session(self, of: str, noted: Sequence[tuple[int, str]] = (), reads: bool = False) -> bool:
         """Agree with the other ranks that a forward begins. Collective, unless this rank alone reads the model.
 
         Args:
+            of: what computes, for ranks that only read: once they have agreed, their gathers must be the same.
             noted: operations to note before, each with its code and text.
             reads: the forward changes nothing, although gradients are recorded.
 
@@ -252,7 +256,10 @@ class Runtime:
         if self.engine_order is not None and numbered:
             self.operations.number = self.engine_order.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
-        noted = [*noted, *self.operations.notes_of_batch(), (1 + phase, f"begins a {PHASES[phase]}")]
+        begins = 1 + phase, f"begins a {PHASES[phase]}"
+        if phase == EVALUATION:
+            begins = zlib.crc32(of.encode()), f"begins an evaluation of {of}"
+        noted = [*noted, *self.operations.notes_of_batch(), begins]
         what, changes = "the start of a forward", self.schedule.changes()
         try:
             if phase == EVALUATION or reads:
@@ -274,14 +281,14 @@ class Runtime:
             self.operations.number = 0
         return found is not None
 
-    def unshard(self, unit: Unit, phase: int, reads: bool = False) -> None:
+    def unshard(self, unit: Unit, phase: int, of: str = "", reads: bool = False) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective.
 
-        `reads`: see :meth:`_open_session`.
+        `of`, `reads`: see :meth:`_open_session`.
         """
         if phase != BACKWARD:
             if not self.session:
-                self._open_session((), reads)
+                self._open_session(of, (), reads)
             if phase == FORWARD and not self.lone.running:
                 self.forward_sync = self.require_sync
                 self.forward_reduces = self.reduces_each and not self.require_sync

@@ -14,7 +14,7 @@ import torch
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
 from ..config.shard_config import ShardConfig
-from ..unit.phases import BACKWARD, EVALUATION, FORWARD
+from ..unit.phases import BACKWARD, FORWARD
 from ..unit.unit import State, Unit
 from .gather_order import Event, GatherOrder
 
@@ -84,9 +84,7 @@ class UnshardSchedule:
         event: Event = (phase, unit.index, first)
         upcoming = None
         if not self.order.repeats(event):
-            if not self._follow(unit, event):
-                self.lone.unshard(unit)
-                return
+            self._follow(unit, event)
             upcoming = [self.units[i] for i in self.order.upcoming()]
         if phase != BACKWARD:
             if edited or (idle and unit.outdated):
@@ -106,27 +104,16 @@ class UnshardSchedule:
             unit.unshard(from_secondary=phase == BACKWARD)
         self.gathered[unit.index] = unit
 
-    def _follow(self, unit: Unit, event: Event) -> bool:
-        """Note an event, and agree on it where it did not follow here before; False if this rank alone reads the unit."""
-        what = f"the agreement to gather unit {unit.name!r}, which did not follow here before"
-        if event[0] == EVALUATION and not self.order.predicts(event):
-            if self.lone.meet(what, [self._noted(event)]) is None:
-                return False
-            self.order.advance(event)
-            return True
+    def _follow(self, unit: Unit, event: Event) -> None:
         if event[0] == BACKWARD and not event[2]:
             self.pass_over(event)
         self._note(event)
         if not self.order.advance(event):
-            self.operations.check(what)
-        return True
-
-    def _noted(self, event: Event) -> tuple[int, str]:
-        phase, index, _ = event
-        return phase * 1_000_003 + index + 17, self.units[index].event_texts[phase]
+            self.operations.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
 
     def _note(self, event: Event) -> None:
-        self.operations.note(*self._noted(event))
+        phase, index, _ = event
+        self.operations.note(phase * 1_000_003 + index + 17, self.units[index].event_texts[phase])
 
     def pass_over(self, until: Event | None) -> None:
         """Take part in the unshards that are predicted before `until` (None: before the end of backward). Collective.

@@ -288,7 +288,10 @@ class FlatBuffer:
         return ShardPart(unit.index, unit.flats.index(self), form, start, stop)
 
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard, or a part of it, for a rank that reads alone: contiguous, on the CPU. Called in any thread."""
+        """Return this rank's shard, or a part of it, for a rank that reads alone: contiguous, on the CPU.
+
+        Called in any thread.
+        """
         shard = self.shard.detach()
         if part.form == "stored":
             return shard[part.start : part.stop].cpu().contiguous()
