@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
+from torch_shard.errors import DivergenceError
+from torch_shard.frontend import all_read
+
 from ..models.full_weights import hooks_run
 from ..settings.plugin import ShardPlugin
 from .full import get_state_dict, save_model, shard_in
@@ -33,6 +36,8 @@ class StateMixin(_Base):  # type: ignore[misc]
     # -- models -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
         """Return the full state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective.
+
+        A rank that calls it alone, while the others do something else, gets it, too.
 
         Args:
             model: a model that ``prepare`` has returned. A model that is not sharded gives its own state dict, on every rank.
@@ -116,9 +121,17 @@ class StateMixin(_Base):  # type: ignore[misc]
             CheckpointError: on all ranks: the checkpoint can't be written, or the asynchronous save before it has failed. The
                 checkpoint of before is as it was.
             ConfigError: neither `output_dir` nor automatic names say where to save.
-            MissingRankError: some rank has not called it, as under ``if accelerator.is_main_process:``.
+            DivergenceError: the others do something else, as under ``if accelerator.is_main_process:``.
+            MissingRankError: some rank has not called it.
             StateDictError: hooks have left different weights on different ranks.
         """
+        engines = Prepared(self).sharded
+        if engines and not all_read(engines[0], "Accelerator.save_state"):
+            raise DivergenceError(
+                f"rank {self.process_index}: Accelerator.save_state was called on this rank alone, while the others do something "
+                "else. Each rank has a part of the optimizer state: call it on all ranks, not under `if "
+                "accelerator.is_main_process`."
+            )
         return save_state(self, output_dir, safe_serialization, save_model_func_kwargs)
 
     def load_state(

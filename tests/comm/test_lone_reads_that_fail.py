@@ -117,4 +117,3 @@ def edits(rank: int, world_size: int) -> str:
         found = outcome(read, model)
         assert found == "DivergenceError"
     return outcome(step, model) if rank else found
-

@@ -1,4 +1,4 @@
-"""Random programs in which ranks read the model alone at random points give what plain training gives, or the error that is named."""
+"""Random programs in which ranks read the model alone anywhere give what plain training gives, or the error that is named."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ def program(seed: int, rank: int, world_size: int) -> int:
         if rank not in readers or own.random() < 0.5:
             return
         for _ in range(own.randint(1, 3)):
+            name = own.choice(list(READS))
             try:
-                read(model, plain, own.choice(list(READS)))
+                read(model, plain, name)
             except DivergenceError as error:
-                assert between
-                assert "has already made" in str(error)
+                if not between or "has already made" not in str(error):
+                    raise
                 late += 1
 
     for step in range(shared.randint(2, 4)):

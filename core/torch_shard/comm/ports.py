@@ -28,7 +28,7 @@ class ModelPort(Protocol):
         """The sequence of operations that the ranks compare."""
 
     def meet(
-        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None
+        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
     ) -> torch.Tensor | None:
         """Compare the ranks' sequences before an operation that only reads; None if this rank reads alone. Collective."""
 

@@ -49,6 +49,7 @@ __all__ = [
     "abandon",
     "advise_saving",
     "agree",
+    "all_read",
     "any_rank",
     "broadcast_tensors",
     "cast",
@@ -99,6 +100,15 @@ __all__ = [
 def agree(engine: Engine, what: str, key: object = None, error: Exception | None = None) -> None:
     """Return when every rank is here, none has failed, and all have the same `key`; else raise on all. Collective."""
     consensus.agree(engine._runtime, what, key, error)
+
+
+def all_read(engine: Engine, what: str) -> bool:
+    """Return True if all ranks have come to `what`, which reads the model; False if the others do something else. Collective.
+
+    A rank that is late is waited for.
+    """
+    with engine._runtime.lone.until_end():
+        return consensus.met(engine._runtime, what, None, None, sure=True)
 
 
 def any_rank(engine: Engine, what: str, value: bool) -> bool:

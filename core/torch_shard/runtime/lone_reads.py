@@ -55,7 +55,7 @@ class LoneReads:
         what: str,
         notes: Sequence[tuple[int, str]],
         payload: torch.Tensor | None = None,
-        records: bool = False,
+        sure: bool = False,
     ) -> torch.Tensor | None:
         """Compare the ranks' operations before one that only reads; return what the comparison returns. Collective.
 
@@ -65,7 +65,8 @@ class LoneReads:
             what: the comparison, for messages.
             notes: the operations to note, each with its code and text.
             payload: see :meth:`~torch_shard.comm.divergence.OperationSequence.check`.
-            records: the result is part of a graph, whose backward would be an error if this rank had read alone.
+            sure: read alone only if the others surely do something else, not because they are late. (The result may be part of a
+                graph, whose backward would be an error.)
         """
         runtime = self._runtime
         if self._open is not None:
@@ -75,7 +76,7 @@ class LoneReads:
                 runtime.operations.note(code, text)
             return payload if payload is not None else torch.empty(0, device="cpu")
         alone_after = self._alone_after
-        if records and alone_after is not None:
+        if sure and alone_after is not None:
             alone_after = math.inf
         # One rank may come from before a step to the same read to which another comes from behind it.
         version = runtime.versions.finished

@@ -194,7 +194,7 @@ class OnDemand:
         if runtime.lone.follows(place) and not runtime.lone.running:
             runtime.operations.note(*note)
             return False
-        if runtime.lone.meet(text, [note], records=recording) is None:
+        if runtime.lone.meet(text, [note], sure=recording) is None:
             return True
         runtime.lone.note_together(place)
         return False

@@ -77,7 +77,7 @@ class Runtime:
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
-        self.versions = Versions()  # of the shards
+        self.versions = Versions(collectives.device)  # of the shards
         self.lone = LoneReads(self)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks
@@ -137,10 +137,10 @@ class Runtime:
             service.offer(key, self)
 
     def meet(
-        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None
+        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
     ) -> torch.Tensor | None:
         """Compare the ranks' operations before one that only reads; None if this rank reads alone; see :class:`.LoneReads`."""
-        return self.lone.meet(what, notes, payload)
+        return self.lone.meet(what, notes, payload, sure)
 
     @property
     def reading(self) -> Reading | None:
@@ -148,7 +148,7 @@ class Runtime:
         return self.lone.reading
 
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of a flat buffer, for a rank that reads alone; see :class:`~torch_shard.comm.ports.ShardSource`.
+        """Return this rank's shard of a flat buffer, for a rank that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
 
         Called in any thread.
         """
@@ -263,7 +263,7 @@ class Runtime:
         what, changes = "the start of a forward", self.schedule.changes()
         try:
             if phase == EVALUATION or reads:
-                found = self.lone.meet(what, noted, changes, records=phase == FORWARD)
+                found = self.lone.meet(what, noted, changes, sure=phase == FORWARD)
             else:
                 for code, text in noted:
                     self.operations.note(code, text)

@@ -292,7 +292,9 @@ class FlatBuffer:
 
         Called in any thread.
         """
-        shard = self.shard.detach()
+        shard, unit = self.shard.detach(), self.unit()
+        if shard.is_cuda and unit is not None and (changed := unit.runtime.versions.event) is not None:
+            torch.cuda.current_stream(shard.device).wait_event(changed)  # the thread has a stream of its own
         if part.form == "stored":
             return shard[part.start : part.stop].cpu().contiguous()
         if self.quantizer is None:

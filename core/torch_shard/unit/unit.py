@@ -269,6 +269,9 @@ class Unit:
                 if flat.gathers:
                     flat.full.untyped_storage().resize_(flat.nbytes)
                     flat.read(reading)
+        c = self.collectives
+        if self._on_side:  # Hazard: the stream that computes must not read before the copies from the host have ended.
+            join(torch.cuda.current_stream(c.device), [c.gather_stream])
         self.state = State.FULL
         self._count_bytes(self.full_bytes)
 

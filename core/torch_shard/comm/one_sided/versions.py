@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from ..work import caller_line
 
@@ -38,9 +40,12 @@ class Versions:
 
     Attributes:
         finished: how many changes have ended.
+        event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self.event: Any = None
         self._state = threading.Condition()
         self._readers: set[object] = set()
         self._depth = 0  # running changes, of which the outermost counts
@@ -93,6 +98,9 @@ class Versions:
             self._end()
 
     def _end(self) -> None:
+        if self._on_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
         with self._state:
             self._depth = 0
             self.finished += 1
