@@ -114,7 +114,7 @@ def test_a_unit_that_only_one_rank_uses_is_an_error(rank):
 @ranks(2)
 def test_uneven_numbers_of_validation_batches_are_an_error(rank):
     model = Net()
-    torch_shard.shard(model, **small)
+    torch_shard.shard(model, alone="error", **small)
     step(model)
     seen = 0
     error = None

@@ -195,6 +195,12 @@ class OperationSequence:
                 "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "
                 "evaluate inside engine.gathered(), where ranks go alone."
             )
+        calls = [text for text in now if not text.startswith(_OF_THE_MODEL)]
+        if calls:
+            raise DivergenceError(
+                f"the ranks ran different operations{differ}. {calls[0]} concerns all ranks: call it on every rank, not "
+                "under `if rank == ...`."
+            )
         raise DivergenceError(
             f"the ranks ran different units{differ}. Every rank must run the same modules in the same order; make the branch "
             "that differs depend on something all ranks share, or leave the module out with ShardConfig(ignore=...)."
@@ -208,5 +214,6 @@ def _equal(reduced: list[int]) -> bool:
 
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.
 _BATCH = "computes with "
+_OF_THE_MODEL = ("gathers ", "begins ", "broadcasts ", "reads ", "nothing more ", "has mixed ", _BATCH)
 _FORWARD = "the start of a forward"
 LOADS = "loads a state dict into "

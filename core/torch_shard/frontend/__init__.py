@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -82,9 +82,11 @@ __all__ = [
     "parameter_bytes",
     "plain_copy",
     "precision_of",
+    "read_alone",
     "reduce_scatter_single",
     "refusal_of",
     "refuse_inside",
+    "refuse_pickling",
     "shard_like",
     "sharded_alike",
     "swap_value",
@@ -109,6 +111,27 @@ def all_read(engine: Engine, what: str) -> bool:
     """
     with engine._runtime.lone.until_end():
         return consensus.met(engine._runtime, what, None, None, sure=True)
+
+
+def read_alone(tensor: ShardTensor) -> torch.Tensor:
+    """Return the full values of a sharded parameter, which this rank reads whatever the others do: plain. Not collective.
+
+    Raises:
+        ShardPicklingError: it is no parameter, or reads alone are switched off.
+    """
+    unit = tensor._unit
+    found = None if unit is None else unit.runtime.on_demand.full_for_file(unit, tensor)
+    if found is None:
+        tensor.__reduce_ex__(2)  # raises
+        raise AssertionError
+    return found
+
+
+def refuse_pickling(param: ShardTensor) -> NoReturn:
+    """Raise the ShardPicklingError that pickling the sharded module of `param` raises. Not collective."""
+    unit: Any = param._unit
+    unit.runtime.__reduce_ex__(2)
+    raise AssertionError
 
 
 def any_rank(engine: Engine, what: str, value: bool) -> bool:
