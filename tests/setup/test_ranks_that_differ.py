@@ -89,7 +89,7 @@ def test_different_units_without_gradients_are_an_error(rank, world_size, when):
 @ranks(2)
 def test_an_operation_that_one_rank_alone_runs_while_the_other_trains_is_an_error_on_both(rank):
     model = Net()
-    torch_shard.shard(model, **small)
+    torch_shard.shard(model, alone="error", **small)
     step(model)
     with pytest.raises((DivergenceError, MissingRankError), match=r"left\.weight") as caught:
         if rank == 0:

@@ -173,6 +173,8 @@ class OnDemand:
         None where reads alone are switched off, or `param` is a DTensor, too.
         """
         flat, index = unit.find(param)
+        if unit.collectives.world == 1:
+            return flat.read_parameter(index, None)
         with self.runtime.lone.alone(f"the saving of {param._spec.name}") as reading:
             return None if reading is None or flat.split else flat.read_parameter(index, reading)
 

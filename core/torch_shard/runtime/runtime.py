@@ -26,6 +26,7 @@ from torch import nn
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
 from ..comm.one_sided.versions import Versions
+from ..comm.process_groups import group_timeout
 from ..comm.traffic_statistics import GatheredBytes
 from ..comm.work import caller_line
 from ..config.shard_config import ShardConfig
@@ -77,7 +78,9 @@ class Runtime:
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
-        self.versions = Versions(collectives.device)  # of the shards
+        self.versions = Versions(
+            collectives.device, collectives.world_rank, group_timeout(collectives.device)
+        )  # of the shards
         self.lone = LoneReads(self)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks

@@ -262,10 +262,10 @@ class FlatBuffer:
         slots[self.collectives.rank].copy_(self.shard_to_send(part))
         reading.fill(slots.unbind(0), len(slots) * [part])
 
-    def read_parameter(self, index: int, reading: Reading) -> torch.Tensor:
+    def read_parameter(self, index: int, reading: Reading | None) -> torch.Tensor:
         """Return parameter `index` with its stored values, from shards that the other ranks hand out: plain, in new memory.
 
-        Under tensor parallelism this is the rank's part of the parameter.
+        Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
         """
         slot, size = self.layout.slots[index], self.layout.shard_numel
         with torch.inference_mode(False), torch.no_grad():
@@ -279,7 +279,8 @@ class FlatBuffer:
             own = self.collectives.rank
             if pieces[own].numel():
                 pieces[own].copy_(self.shard_to_send(parts[own]))
-            reading.fill(pieces, parts)
+            if reading is not None:
+                reading.fill(pieces, parts)
         return values.as_strided(slot.shape, slot.stride)
 
     def _part(self, form: Literal["stored", "sent"], start: int | None = None, stop: int | None = None) -> ShardPart:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ...errors import MissingRankError
 from ..work import caller_line
 
 __all__ = ["Admission", "Versions"]
@@ -43,7 +44,9 @@ class Versions:
         event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int, seconds: float) -> None:
+        """`rank`: this rank, for messages; `seconds`: how long a change waits for readers."""
+        self._rank, self._seconds = rank, seconds
         self._on_cuda = device.type == "cuda"
         self.event: Any = None
         self._state = threading.Condition()
@@ -54,12 +57,19 @@ class Versions:
 
     # -- changes ------------------------------------------------------------------------------------------------
     def begin_change(self) -> None:
-        """Wait until nobody reads, and admit no reader from now on. Calls may be nested."""
+        """Wait until nobody reads, and admit no reader from now on. Calls may be nested.
+
+        Raises:
+            MissingRankError: a read has not ended within the time that process groups wait; nothing has changed.
+        """
         if not self._depth:
             line = caller_line()
             with self._state:
-                while self._readers:
-                    self._state.wait()
+                if not self._state.wait_for(lambda: not self._readers, self._seconds):
+                    raise MissingRankError(
+                        f"rank {self._rank} waited {self._seconds:g} s at {line} to change parameters, which another rank still "
+                        "reads, perhaps inside engine.gathered() with a barrier in it. Leave gathered() before the barrier."
+                    )
                 self._depth, self._line = 1, line
         else:
             self._depth += 1
