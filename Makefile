@@ -84,6 +84,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(RUN) bench/train.py --short $(ARGS)
+	$(RUN) bench/alone.py --short
 	$(RUN) bench/traffic.py --tiny
 	$(RUN) bench/overhead.py --short
 	$(RUN) bench/optim.py --short

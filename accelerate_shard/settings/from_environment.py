@@ -121,6 +121,8 @@ SETTINGS = (
     Setting("sync_module_states", _flag, _FLAG),
     Setting("broadcast_buffers", _flag, _FLAG),
     Setting("timeout", _seconds, "a number of seconds, or none: as long as the process group waits"),
+    Setting("alone", _one_of("read", "error"), "read or error"),
+    Setting("alone_after", float, "a number of seconds"),
     Setting("debug", _flag, _FLAG),
     Setting("single_communicator", _flag, _FLAG),
 )

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import copy_tensors, optim_state_dict, param_names_of, refuse_inside
+from torch_shard.frontend import all_read, copy_tensors, optim_state_dict, param_names_of, refuse_inside
 from torch_shard.frontend.checkpoint import (
     FullLoad,
     Optimizers,
@@ -59,8 +59,6 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     if in_hook is not None:
         found = in_hook.state()
     else:
-        ranks = Ranks([engine], "Accelerator.get_state_dict")
-        ranks.each(lambda: refuse_inside(engine, ranks.what))
         found = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if unwrap or not is_compiled_module(model):
         return found
@@ -82,6 +80,8 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
     if in_hook is not None:
         # Accelerate's own method writes then, and asks for the state dict.
         return not in_hook.is_first
+    if not all_read(engine, "Accelerator.save_model"):
+        return False  # on this rank alone, as under `if accelerator.is_main_process`
     ranks = Ranks([engine], "Accelerator.save_model")
     target = Path(os.path.abspath(os.fspath(folder)))
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from ..models.full_weights import hooks_run
+from torch_shard import ShardTensor
+from torch_shard.frontend import read_alone, refuse_pickling
+
 from ..settings.plugin import ShardPlugin
 from .full import get_state_dict, save_model, shard_in
 from .load import load_state
@@ -24,6 +27,12 @@ else:
 __all__ = ["StateMixin"]
 
 
+def _full(leaf: Any) -> Any:
+    if isinstance(leaf, nn.Module) and (found := shard_in(leaf)) is not None:
+        refuse_pickling(found)
+    return read_alone(leaf) if isinstance(leaf, ShardTensor) else leaf
+
+
 class StateMixin(_Base):  # type: ignore[misc]
     """``get_state_dict``, ``save_model``, ``save_state`` and ``load_state``, for models that are sharded."""
 
@@ -33,6 +42,8 @@ class StateMixin(_Base):  # type: ignore[misc]
     # -- models -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
         """Return the full state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective.
+
+        A rank that calls it alone, while the others do something else, gets it, too.
 
         Args:
             model: a model that ``prepare`` has returned. A model that is not sharded gives its own state dict, on every rank.
@@ -72,15 +83,17 @@ class StateMixin(_Base):  # type: ignore[misc]
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` on the main process (of each node), as Accelerate's method does. Not collective.
 
+        Sharded parameters are written in full: the process that writes reads them from the others.
+
         Raises:
-            ShardPicklingError: `obj` holds shards; raised on each rank that calls it, before the file is opened. In hooks of
-                ``save_state``, in which rank 0 has full weights, on that rank alone.
+            ShardPicklingError: `obj` holds a sharded module, or shards of gradients or optimizer state. Only the process that
+                writes raises it, before the file is opened.
         """
-        found = shard_in(obj)
-        if found is not None:
-            if hooks_run() and not self.is_main_process:
+        if shard_in(obj) is not None:
+            each_node = self.project_configuration.save_on_each_node
+            if not (self.is_local_main_process if each_node else self.is_main_process):
                 return
-            found.__reduce_ex__(2)  # raises
+            obj = tree_map(_full, obj)
         super().save(obj, f, safe_serialization=safe_serialization)
 
     # -- everything -------------------------------------------------------------------------------------------------
@@ -116,7 +129,8 @@ class StateMixin(_Base):  # type: ignore[misc]
             CheckpointError: on all ranks: the checkpoint can't be written, or the asynchronous save before it has failed. The
                 checkpoint of before is as it was.
             ConfigError: neither `output_dir` nor automatic names say where to save.
-            MissingRankError: some rank has not called it, as under ``if accelerator.is_main_process:``.
+            DivergenceError: on all ranks: some do something else, as under ``if accelerator.is_main_process:``.
+            MissingRankError: some rank has not called it.
             StateDictError: hooks have left different weights on different ranks.
         """
         return save_state(self, output_dir, safe_serialization, save_model_func_kwargs)

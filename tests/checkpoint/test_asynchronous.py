@@ -159,7 +159,7 @@ def test_a_thread_that_does_not_start_on_one_rank_fails_on_all(rank, tmp_path):
         threading.Thread.start = original
     dist.barrier()
     assert files_of(tmp_path) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("torch_shard")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("torch_shard save")]
     save(engine, tmp_path / "c", extra=1, asynchronous=True)
     engine.finish_saving()
     assert verified(tmp_path / "c") == 1

@@ -225,13 +225,11 @@ class Own:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @ranks(2)
 def test_extra_that_would_not_be_loaded_is_refused_when_saving(asynchronous, rank, tmp_path):
-    model, engine, optimizer = build()
+    _model, engine, optimizer = build()
     with pytest.raises(CheckpointError, match=r"extra.*Own"):
         save(engine, tmp_path / "c", optimizer, extra={"config": Own()}, asynchronous=asynchronous)
     dist.barrier()  # rank 0 tidies up
     assert not list(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=r"extra.*net\.embed\.weight"):
-        save(engine, tmp_path / "c", extra=[model.net.embed.weight], asynchronous=asynchronous)
     engine.finish_saving()
     save(engine, tmp_path / "c", optimizer)
 

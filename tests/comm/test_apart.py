@@ -89,7 +89,7 @@ def lonely(rank, model, engine, what):
 @pytest.mark.parametrize("what", quick(LONELY, ["forward"]))
 @ranks(2, exhaustive=(3,), timeout=40)
 def test_an_operation_that_one_rank_alone_runs_is_an_error_in_time_and_then_on_all_ranks_at_once(rank, what):
-    model, engine = stepped()
+    model, engine = stepped(alone="error")
     lonely(rank, model, engine, what)
     begin = time.monotonic()
     with pytest.raises(ShardError, match="shard a new model") as caught:
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_before_the_comparison_does_not_hang_the_other():
 @ranks(2)
 def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
     model = net()
-    engine = torch_shard.shard(model, **small)
+    engine = torch_shard.shard(model, alone="error", **small)
     if rank == 0:  # a collective that carries no parameters and no gradients, so that nothing can pair with it wrongly
         engine._runtime.collectives.watchdog.channels["host barrier"].count()
     with pytest.raises(DivergenceError, match=r"rank 0: .*; rank 1: "):
@@ -193,7 +193,7 @@ def test_where_there_is_no_line_of_the_users_a_message_names_the_innermost_one_o
 def test_a_new_model_can_be_sharded_after_an_error_on_one_rank(rank, subgroup):
     settings = {"mesh": dist.new_group([0, 1], use_local_synchronization=True)} if subgroup else {}
     for _ in range(2):
-        model, engine = stepped(**settings)
+        model, engine = stepped(alone="error", **settings)
         lonely(rank, model, engine, "evaluation")
     again = net()
     begin = time.monotonic()

@@ -136,7 +136,7 @@ def test_a_parameter_added_after_sharding_is_an_error_that_names_it(rank):
 @ranks(2)
 def test_saving_the_shards_is_an_error_that_names_the_alternative(rank, tmp_path):
     model = Net()
-    engine = torch_shard.shard(model, **small)
+    engine = torch_shard.shard(model, alone="error", **small)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer)
     path = tmp_path / f"{rank}.pt"

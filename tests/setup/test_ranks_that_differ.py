@@ -89,7 +89,7 @@ def test_different_units_without_gradients_are_an_error(rank, world_size, when):
 @ranks(2)
 def test_an_operation_that_one_rank_alone_runs_while_the_other_trains_is_an_error_on_both(rank):
     model = Net()
-    torch_shard.shard(model, **small)
+    torch_shard.shard(model, alone="error", **small)
     step(model)
     with pytest.raises((DivergenceError, MissingRankError), match=r"left\.weight") as caught:
         if rank == 0:
@@ -114,7 +114,7 @@ def test_a_unit_that_only_one_rank_uses_is_an_error(rank):
 @ranks(2)
 def test_uneven_numbers_of_validation_batches_are_an_error(rank):
     model = Net()
-    torch_shard.shard(model, **small)
+    torch_shard.shard(model, alone="error", **small)
     step(model)
     seen = 0
     error = None

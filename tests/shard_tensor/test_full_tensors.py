@@ -87,7 +87,7 @@ def test_each_rank_sends_its_shard_once_to_each_other_rank(dtype: torch.dtype, r
         counted = engine.statistics().since(before)
         padding = -tensor.to_local().nbytes % 16
         assert counted.bytes_sent == (world_size - 1) * (tensor.to_local().nbytes + padding)
-        assert not calls.named("allreduce_")
+        assert all(nbytes <= 64 for _, nbytes, _, _ in calls.named("allreduce_"))  # do all ranks want it?
         assert {d for _, _, dtypes, _ in calls.named("broadcast_") for d in dtypes} == {torch.uint8}
 
 

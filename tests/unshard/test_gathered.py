@@ -377,11 +377,11 @@ def test_a_gather_that_cannot_start_leaves_no_unit_gathered(rank: int, monkeypat
 
 
 @ranks(2)
-def test_one_rank_alone_hears_of_it(rank: int) -> None:
+def test_one_rank_alone_that_wants_to_write_hears_of_it(rank: int) -> None:
     _, model, engine = sharded(timeout=3)
     with pytest.raises(ShardError):
         if rank == 0:
-            with engine.gathered():
+            with engine.gathered(write=True):
                 pass
         else:
             model(batch(rank))

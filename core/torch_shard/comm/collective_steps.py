@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, MissingRankError
@@ -129,9 +130,9 @@ def gather(port: ModelPort, value: T, what: str) -> list[T] | None:
 def _exchange(c: Collectives, what: str, function: Callable[..., Any], *args: Any, source: int = 0) -> None:
     """Call one of torch's collectives of objects, from or to the rank `source`, once all ranks have come. Collective."""
     # torch's function would wait for a missing rank until the process group's timeout, and not name it.
-    blocking(c.watchdog, "control", what, dist.barrier)
+    blocking(c.watchdog, "message", what, dist.all_reduce, torch.zeros(1, device="cpu"))
     try:
-        function(*args, c.watchdog.ranks[source], group=c.watchdog.channels["control"].group)
+        function(*args, c.watchdog.ranks[source], group=c.watchdog.channels["message"].group)
     except RuntimeError as error:
         raise MissingRankError(
             f"rank {c.world_rank}: {what} failed: another rank has probably died; see its log. ({error})"

@@ -421,8 +421,8 @@ class Collectives:
     # -- messages: CPU tensors, which do not count as bytes sent --------------------------------------------------
     def broadcast_message(self, message: torch.Tensor, source: int, what: str) -> None:
         """Overwrite a CPU tensor on every rank with that of the engine's rank `source`, and wait. Collective."""
-        blocking(self.watchdog, "control", what, dist.broadcast, message, src=self.watchdog.ranks[source])
+        blocking(self.watchdog, "message", what, dist.broadcast, message, src=self.watchdog.ranks[source])
 
     def maximum(self, message: torch.Tensor, what: str) -> None:
         """Replace the elements of a CPU tensor with their maxima over all ranks, and wait. Collective."""
-        blocking(self.watchdog, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
+        blocking(self.watchdog, "message", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)

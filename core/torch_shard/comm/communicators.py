@@ -59,12 +59,13 @@ def connect(
     all_ranks = range(topology.world)
     gather = watchdog.add(Channel("all-gather", groups, all_ranks))
     reduce = watchdog.add(Channel("reduce", groups, all_ranks, shares=gather if single_communicator else None))
-    # This group is for small messages between hosts. On a GPU a message would wait in the queue behind a gather that may lack
-    # its partner.
+    # This group is for comparisons of the ranks, which are messages between hosts. On a GPU a message would wait in the queue
+    # behind a gather that may lack its partner. Nothing else may use it: a rank may have left a comparison behind.
     watchdog.add(Channel("control", groups, all_ranks, backend="gloo" if groups.key else None))
     scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else None
     scalar = watchdog.add(Channel("scalar", groups, all_ranks, backend=scalars))
     watchdog.add(Channel("host barrier", groups, all_ranks, shares=scalar))
+    watchdog.add(Channel("message", groups, all_ranks, shares=scalar))
     over_all = ScalarComm(watchdog, scalar, device=device if watchdog.on_streams else None)
     c = Collectives(device, watchdog, topology, over_all, over_all, over_all, over_all, gather, reduce, backend=backend)
     if watchdog.on_streams:

@@ -24,22 +24,47 @@ def agree(port: ModelPort, what: str, key: object = None, error: Exception | Non
             text (a :class:`ShardError` if the class is not one of the engine's).
         DivergenceError: another rank runs another operation, or the same operation with another `key`.
     """
-    c, operations = port.collectives, port.operations
-    if c.world == 1:
+    if port.collectives.world == 1:
         if error is not None:
             raise error
         return
     # Failures are voted on before keys are compared: a rank that failed may not know its key.
-    if any_rank(port, what, error is not None):
-        own = None if error is None else (type(error), str(error))
-        answers = c.watchdog.exchange(what, own, listen=error is None)
+    _raise_on_all(port, what, error, any_rank(port, what, error is not None))
+    _compare_keys(port, what, key)
+
+
+def _raise_on_all(port: ModelPort, what: str, error: Exception | None, failed: bool) -> None:
+    if not failed:
+        return
+    own = None if error is None else (type(error), str(error))
+    answers = port.collectives.watchdog.exchange(what, own, listen=error is None)
+    if error is not None:
+        raise error
+    rank, (kind, text) = next((r, a) for r, a in enumerate(answers) if a is not None)
+    raise (kind if issubclass(kind, ShardError) else ShardError)(f"{what} failed on rank {rank}: {text}")
+
+
+def _compare_keys(port: ModelPort, what: str, key: object) -> None:
+    if key is not None:
+        port.operations.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
+        port.operations.check(what)
+
+
+def met(port: ModelPort, what: str, key: object, error: Exception | None, sure: bool = False) -> bool:
+    """Return True if all ranks have come to read the model in the same way; False if this rank reads alone.
+
+    Collective, unless it returns False. Arguments and errors are those of :func:`agree`. With `sure` a rank does not read alone
+    because the others are late, but only if they do something else.
+    """
+    note = zlib.crc32(f"reads {what}".encode()), what
+    vote = port.meet(what, [note], torch.tensor([error is not None], dtype=torch.uint8, device="cpu"), sure)
+    if vote is None:
         if error is not None:
             raise error
-        rank, (kind, text) = next((r, a) for r, a in enumerate(answers) if a is not None)
-        raise (kind if issubclass(kind, ShardError) else ShardError)(f"{what} failed on rank {rank}: {text}")
-    if key is not None:
-        operations.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
-        operations.check(what)
+        return False
+    _raise_on_all(port, what, error, bool(vote.any()))
+    _compare_keys(port, what, key)
+    return True
 
 
 def any_rank(port: ModelPort, what: str, value: bool) -> bool:

@@ -3,30 +3,33 @@
 Each rank keeps a running hash of its operations: which units of which engine it gathered, and in which phase. The ranks
 compare their hashes in an all-reduce (MAX) of a few bytes. A message has the same size for all engines over one set of
 process groups, so that the messages of any two engines can pair without an error of the backend. A message holds eight bytes
-of hash, the complement of these bytes, and a few bytes for the end of a backward. The hashes are equal on all ranks exactly
-when ``max(h) + max(255 - h) == 255`` for every byte. If they differ, the ranks exchange their histories, and all ranks raise
-the same error.
+of hash, the complement of these bytes, the same for the hash before the present operation, flags, and a few bytes for the end of
+a backward. The hashes are equal on all ranks exactly when ``max(h) + max(255 - h) == 255`` for every byte. If they differ, the
+ranks exchange their histories, and all ranks raise the same error. But where a rank came only to read the model, it reads alone
+(:mod:`.comparisons`), and the others compare once more. If all ranks came to read, their operations before must be the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ..errors import DivergenceError
 from .collectives import Collectives
+from .comparisons import FLAGS, Comparisons, Purpose
 from .multi_engine_order import EngineOrder
-from .watchdog import blocking
 from .work import caller_line
 
 _HISTORY = 4096  # operations that are kept for error messages
 _RECENT = 5  # operations quoted in an error message that has only this rank's history
 _MASK = (1 << 61) - 1
+_HASHES = 32  # bytes of a message before the flags of `comparisons`
+_HEAD = _HASHES + FLAGS
 
 
 class OperationSequence:
@@ -46,10 +49,9 @@ class OperationSequence:
         if len(self.history) < _HISTORY:
             self.history.append(text)
 
-    def note_batch(self) -> None:
-        """Add what the front end knows of the batch, so that a rank with fewer batches is found before it stops coming."""
-        if self.batch:
-            self.note(zlib.crc32(self.batch.encode()), f"{_BATCH}{self.batch}")
+    def notes_of_batch(self) -> list[tuple[int, str]]:
+        """Return what the front end knows of the batch, to be noted, so that a rank with fewer batches is found in time."""
+        return [(zlib.crc32(self.batch.encode()), f"{_BATCH}{self.batch}")] if self.batch else []
 
     @contextlib.contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -66,23 +68,83 @@ class OperationSequence:
         Raises:
             DivergenceError: the sequences differ.
         """
-        c = self.collectives
-        if c.world == 1:
+        if self.collectives.world == 1:
             return payload
+        message = self._compare(what, payload, None, self.hash)
+        assert message is not None
+        return self._answer(message, payload)
+
+    def meet(
+        self,
+        what: str,
+        notes: Sequence[tuple[int, str]],
+        alone_after: float | None,
+        payload: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Note operations that only read the model, and compare the ranks' sequences. Collective, unless it returns None.
+
+        Args:
+            what: the name of the comparison, for messages.
+            notes: the operations, as for :meth:`note`.
+            alone_after: seconds after which this rank does not wait for a partner that computes; infinite if it reads alone only
+                where others surely do something else; None for an error in place of a read alone.
+            payload: as for :meth:`check`.
+
+        Returns:
+            What :meth:`check` returns; None if another rank does something else, so that this rank reads alone. Nothing is noted
+            then.
+
+        Raises:
+            DivergenceError: the sequences differ, and `alone_after` is None.
+        """
+        kept = self.hash, len(self.history)
+        for code, text in notes:
+            self.note(code, text)
+        message = self._compare(what, payload, alone_after, kept[0])
+        if message is None:
+            self.hash = kept[0]
+            del self.history[kept[1] :]
+            return None
+        return self._answer(message, payload)
+
+    def _answer(self, message: torch.Tensor, payload: torch.Tensor | None) -> torch.Tensor:
+        if payload is None:
+            return message[:0]
+        self.hash, self.history = 0, []  # a vote or the end of a step: a new history starts
+        return message[_HEAD : _HEAD + len(payload)]
+
+    def _compare(
+        self, what: str, payload: torch.Tensor | None, alone_after: float | None, before: int
+    ) -> torch.Tensor | None:
+        """Return the message of all ranks; None if this rank, which came to read, reads alone. `before`: the hash before."""
+        c = self.collectives
+        purpose = (
+            Purpose.WORKS if alone_after is None else Purpose.RECORDS if alone_after == math.inf else Purpose.READS
+        )
         assert self.engine_order is not None
-        own = ((self.hash + self.number * 0x9E3779B97F4A7C15) & _MASK).to_bytes(8, "little")
-        message = torch.zeros(16 + self.engine_order.width, dtype=torch.uint8, device="cpu")
-        message[:16] = torch.tensor([*own, *(255 - b for b in own)], dtype=torch.uint8, device="cpu")
-        size = 0 if payload is None else len(payload)
-        if payload is not None:
-            message[16 : 16 + size] = payload
-        blocking(c.watchdog, "control", what, dist.all_reduce, message, op=dist.ReduceOp.MAX)
-        h = message[:16].tolist()
-        if any(a + b != 255 for a, b in zip(h[:8], h[8:], strict=True)):
-            self._explain(what)
-        if payload is not None:  # a vote or the end of a step: a new history starts
-            self.hash, self.history = 0, []
-        return message[16 : 16 + size]
+        number = self.number * 0x9E3779B97F4A7C15
+        present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((self.hash, number), (before, 0)))
+        hashes = [*present, *(255 - b for b in present), *earlier, *(255 - b for b in earlier)]
+        comparisons: Comparisons = c.watchdog.channels["control"].groups.comparisons
+        while True:
+            message = torch.zeros(_HEAD + self.engine_order.width, dtype=torch.uint8, device="cpu")
+            message[:_HASHES] = torch.tensor(hashes, dtype=torch.uint8, device="cpu")
+            if payload is not None:
+                message[_HEAD : _HEAD + len(payload)] = payload
+            if not comparisons.all_reduce(
+                c.watchdog, message, message[_HASHES:_HEAD], what, purpose, alone_after or 0.0
+            ):
+                return None
+            h = message[:_HEAD].tolist()
+            left, reads, records, works = h[_HASHES:]
+            if not left and _equal(h[:16]):
+                return message
+            only_reads = not (left or records or works)
+            if (only_reads and not _equal(h[16:_HASHES])) or not (left or reads or (records and works)):
+                self._explain(what)
+            if purpose is Purpose.READS or (purpose is Purpose.RECORDS and works and not (left or reads)):
+                return None
+            # A rank that came to read has gone on alone: all others, and that one when it is back, compare once more.
 
     def _explain(self, what: str) -> None:
         self.on_difference()
@@ -133,13 +195,25 @@ class OperationSequence:
                 "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "
                 "evaluate inside engine.gathered(), where ranks go alone."
             )
+        calls = [text for text in now if not text.startswith(_OF_THE_MODEL)]
+        if calls:
+            raise DivergenceError(
+                f"the ranks ran different operations{differ}. {calls[0]} concerns all ranks: call it on every rank, not "
+                "under `if rank == ...`."
+            )
         raise DivergenceError(
             f"the ranks ran different units{differ}. Every rank must run the same modules in the same order; make the branch "
             "that differs depend on something all ranks share, or leave the module out with ShardConfig(ignore=...)."
         )
 
 
+def _equal(reduced: list[int]) -> bool:
+    """Return True if all ranks have sent one hash: the maxima of its bytes, and those of their complements."""
+    return all(a + b == 255 for a, b in zip(reduced[:8], reduced[8:], strict=True))
+
+
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.
 _BATCH = "computes with "
+_OF_THE_MODEL = ("gathers ", "begins ", "broadcasts ", "reads ", "nothing more ", "has mixed ", _BATCH)
 _FORWARD = "the start of a forward"
 LOADS = "loads a state dict into "

@@ -30,6 +30,7 @@ class EngineOrder:
         self._issued: dict[str, int] = {}
         self._engines = 0
         self._copies: Counter[int] = Counter()
+        self._copied: Counter[tuple[int, str]] = Counter()
         self._engines_here: weakref.WeakSet[Any] = weakref.WeakSet()  # the runtimes of the engines
         self.width = 0  # bytes of the largest engine's message at the end of a backward
 
@@ -50,6 +51,15 @@ class EngineOrder:
         """
         self._copies[original] += 1
         return original + 1_000_003 * self._copies[original]
+
+    def take_back_number(self, original: int) -> None:
+        """Undo the latest :meth:`number_of_copy` of this original."""
+        self._copies[original] -= 1
+
+    def place_of_copy(self, original: int, line: str) -> str:
+        """Return a name for a deep copy made at this line of code, which is equal on all ranks that make it there, too."""
+        self._copied[original, line] += 1
+        return f"{line}, {self._copied[original, line]}"
 
     def join(self, runtime: Any) -> None:
         """Add an engine, by its runtime."""

@@ -1,14 +1,19 @@
-"""The protocol through which this room sees a sharded model, whose class lies in a higher room."""
+"""The protocols through which this room sees a sharded model, whose class lies in a higher room."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 if TYPE_CHECKING:
     from .collectives import Collectives
     from .divergence import OperationSequence
+    from .one_sided.partners import ShardPart
+    from .one_sided.versions import Versions
 
-__all__ = ["ModelPort"]
+__all__ = ["ModelPort", "ShardSource"]
 
 
 class ModelPort(Protocol):
@@ -21,3 +26,19 @@ class ModelPort(Protocol):
     @property
     def operations(self) -> OperationSequence:
         """The sequence of operations that the ranks compare."""
+
+    def meet(
+        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
+    ) -> torch.Tensor | None:
+        """Compare the ranks' sequences before an operation that only reads; None if this rank reads alone. Collective."""
+
+
+class ShardSource(Protocol):
+    """A sharded model whose shards partners read, from a thread of their own."""
+
+    @property
+    def versions(self) -> Versions:
+        """The version of the shards."""
+
+    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
+        """Return this rank's shard of a flat buffer, or a part of it: contiguous, on the CPU."""

@@ -22,7 +22,12 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, SetupError
 from ..layout.rank_topology import Topology
+from .comparisons import Comparisons
 from .multi_engine_order import EngineOrder
+from .one_sided import wire
+from .one_sided.departure import stay_until_all_leave
+from .one_sided.partners import Partners
+from .one_sided.service import Service
 from .rendezvous import exchange_texts
 from .store_messages import Messages
 from .work import default_store
@@ -90,6 +95,7 @@ class ProcessGroups:
             them.
         streams: the streams for gathers and for reductions, on a CUDA device.
         engine_order: the engines over these groups, with the backwards that are running in them.
+        comparisons: where the ranks compare their operations, or leave each other to read alone.
     """
 
     ranks: list[int]
@@ -106,6 +112,7 @@ class ProcessGroups:
     waiting: dict[str, deque[Any]] = field(default_factory=dict)
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
     engine_order: EngineOrder = field(default_factory=EngineOrder)
+    comparisons: Comparisons = field(default_factory=Comparisons)
 
     def __post_init__(self) -> None:
         # The finalizer runs when this object is deleted, or at exit.
@@ -258,8 +265,21 @@ def groups_for(group: Any, single_communicator: bool, timeout: float, settings: 
     if found is None or not all(usable_on):
         # Without `backend`, new groups would have the default group's backends, which may differ from those of `group`.
         found = ProcessGroups(ranks, key, dist.get_backend_config(group), _longer(timeout))
+        _connect_services(found, timeout)
         kept[single_communicator] = found
     return found, len(set(digests)) == 1
+
+
+def _connect_services(groups: ProcessGroups, timeout: float) -> None:
+    """Start this rank's service for one-sided reads, and tell the other ranks its address. Collective."""
+    rank = groups.ranks.index(dist.get_rank())
+    service = Service(rank)
+    _, texts = exchange_texts(groups.ranks, f"{groups.key}/services", service.address.to_json(), timeout)
+    addresses = [wire.Address(**json.loads(texts[other])) for other in groups.ranks]
+    partners = Partners(rank, addresses, timeout)
+    groups.comparisons.service, groups.comparisons.partners = service, partners
+    limit = groups.timeout or dist.distributed_c10d.default_pg_timeout
+    stay_until_all_leave(service, partners, limit.total_seconds())
 
 
 # By global ranks: the groups that `group_over` has made. Making one is collective, so each is shared while it is in use.

@@ -35,6 +35,8 @@ class Statistics:
             network is says little about it.
         gathered: bytes of gathered parameters that this rank holds now.
         peak_gathered: the most of those at any moment since set-up, or since :meth:`Engine.reset_peak_gathered`.
+        lone_reads: how often this rank has read the model alone, while the other ranks were elsewhere.
+        lone_bytes: bytes that those reads have brought from other ranks.
         host_wait: seconds that training has waited for the host to step on offloaded parameters, and for copies to and from it.
     """
 
@@ -46,10 +48,12 @@ class Statistics:
     gathered: int
     peak_gathered: int
     host_wait: float = 0.0
+    lone_reads: int = 0
+    lone_bytes: int = 0
 
     def since(self, earlier: Statistics) -> Statistics:
         """Return the counts since `earlier`, statistics of the same engine; `gathered` and `peak_gathered` are unchanged."""
-        counted = ("bytes_sent", "bytes_sent_across", "gather_wait", "reduce_wait", "other_wait", "host_wait")
+        counted = [field.name for field in dataclasses.fields(self) if field.name not in ("gathered", "peak_gathered")]
         return dataclasses.replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in counted})
 
 

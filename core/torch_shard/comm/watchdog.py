@@ -130,7 +130,7 @@ class Watchdog:
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, and rank {past.rank} won't come: it "
                         f"stopped at an error. Restart from a checkpoint, or shard a new model. That error: {past.text}"
                     )
-                if time.monotonic() > deadline:
+                if time.monotonic() > max(deadline, groups.comparisons.served() + self.timeout):
                     raise MissingRankError(self._explain(pending, posts))
                 if not warned and time.monotonic() > begin + SLOW:
                     warned = True

@@ -73,7 +73,8 @@ class Channel:
 
     Attributes:
         purpose: "all-gather" for parameters, "reduce" for gradients and broadcasts on the device, "scalar" for what the user's
-            code asks for, "control" for messages between hosts, "host barrier" for the host's wait before a blocking collective.
+            code asks for, "control" for comparisons of what the ranks do, "message" for other messages between hosts, "host
+            barrier" for the host's wait before a blocking collective.
         name: the purpose, with a suffix if the channel has not all ranks. Channels with the same name on different ranks have
             the same members, or no member in common.
         group: the process group.
@@ -215,7 +216,7 @@ def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     Raises:
         MissingRankError: the collective failed.
     """
-    if pending.watchdog.on_streams and pending.channel.purpose not in ("control", "host barrier"):
+    if pending.watchdog.on_streams and pending.channel.purpose not in ("control", "message", "host barrier"):
         # NCCL's own wait with a limit aborts the communicator when the limit is reached.
         deadline = time.monotonic() + seconds
         while not work.is_completed():

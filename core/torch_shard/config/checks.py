@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern, every_name, matches
 
-__all__ = ["check_bools", "check_int", "checked_modules", "chooses", "modules_named"]
+__all__ = ["check_bools", "check_int", "check_seconds", "checked_modules", "chooses", "modules_named"]
 
 
 def check_bools(settings: Any, *fields: str, prefix: str = "") -> None:
@@ -24,6 +25,13 @@ def check_int(field: str, value: Any, least: int) -> None:
     """Raise a ConfigError unless `value` is an integer of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{field} must be an integer of at least {least}, not {value!r}.")
+
+
+def check_seconds(field: str, value: Any) -> None:
+    """Raise a ConfigError unless `value` is a positive, finite number."""
+    seconds = value if isinstance(value, (int, float)) else math.nan
+    if isinstance(value, bool) or not 0 < seconds < math.inf:
+        raise ConfigError(f"{field} must be a positive, finite number of seconds, not {value!r}.")
 
 
 def checked_modules(field: str, value: Any) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern
-from .checks import check_bools, check_int, checked_modules
+from .checks import check_bools, check_int, check_seconds, checked_modules
 from .offload import Offload, offload_of
 from .precision import Precision, precision_of
 from .quantization import Quantized
@@ -77,6 +76,10 @@ class ShardConfig:
             ``reset_parameters()``.
         timeout: the seconds that a rank waits for a missing partner before it raises
             :class:`~torch_shard.errors.MissingRankError`.
+        alone: ``"read"`` lets one rank read the model while the others do something else: a forward without gradients, a state
+            dict, one value under ``if rank == 0:``. ``"error"`` makes it a :class:`~torch_shard.errors.DivergenceError`.
+        alone_after: the seconds that a rank which reads gives another one that computes to come and read, too. It does not wait
+            so long for one that waits for something else.
         debug: compare each gathered unit with its shard before it is resharded, in every iteration.
             This finds edits of ``.data`` inside forward, and is slow.
         single_communicator: use one communicator for gathers and reductions, which then don't
@@ -103,6 +106,8 @@ class ShardConfig:
     ignore: Ignored = ()
     init_fn: Callable[[nn.Module], None] | None = None
     timeout: float = 30.0
+    alone: Literal["read", "error"] = "read"
+    alone_after: float = 1.0
     debug: bool = False
     single_communicator: bool = False
 
@@ -126,6 +131,9 @@ class ShardConfig:
         object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
         check_bools(self, "sync_module_states", "broadcast_buffers", "debug", "single_communicator")
         self._check_timeout()
+        if self.alone not in ("read", "error"):
+            raise ConfigError(f"alone must be 'read' or 'error', not {self.alone!r}.")
+        check_seconds("alone_after", self.alone_after)
         if self.init_fn is not None and not callable(self.init_fn):
             raise ConfigError(
                 f"init_fn must be None or a function that takes a module, not {type(self.init_fn).__name__}."
@@ -149,9 +157,7 @@ class ShardConfig:
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
 
     def _check_timeout(self) -> None:
-        seconds = self.timeout if isinstance(self.timeout, (int, float)) else math.nan
-        if isinstance(self.timeout, bool) or not 0 < seconds < math.inf:
-            raise ConfigError(f"timeout must be a positive, finite number of seconds, not {self.timeout!r}.")
+        check_seconds("timeout", self.timeout)
 
     @property
     def is_hybrid(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ __all__ = [
     "abandon",
     "advise_saving",
     "agree",
+    "all_read",
     "any_rank",
     "broadcast_tensors",
     "cast",
@@ -81,9 +82,11 @@ __all__ = [
     "parameter_bytes",
     "plain_copy",
     "precision_of",
+    "read_alone",
     "reduce_scatter_single",
     "refusal_of",
     "refuse_inside",
+    "refuse_pickling",
     "shard_like",
     "sharded_alike",
     "swap_value",
@@ -99,6 +102,36 @@ __all__ = [
 def agree(engine: Engine, what: str, key: object = None, error: Exception | None = None) -> None:
     """Return when every rank is here, none has failed, and all have the same `key`; else raise on all. Collective."""
     consensus.agree(engine._runtime, what, key, error)
+
+
+def all_read(engine: Engine, what: str) -> bool:
+    """Return True if all ranks have come to `what`, which reads the model; False if the others do something else. Collective.
+
+    A rank that is late is waited for.
+    """
+    with engine._runtime.lone.until_end():
+        return consensus.met(engine._runtime, what, None, None, sure=True)
+
+
+def read_alone(tensor: ShardTensor) -> torch.Tensor:
+    """Return the full values of a sharded parameter, which this rank reads whatever the others do: plain. Not collective.
+
+    Raises:
+        ShardPicklingError: it is no parameter, or reads alone are switched off.
+    """
+    unit = tensor._unit
+    found = None if unit is None else unit.runtime.on_demand.full_for_file(unit, tensor)
+    if found is None:
+        tensor.__reduce_ex__(2)  # raises
+        raise AssertionError
+    return found
+
+
+def refuse_pickling(param: ShardTensor) -> NoReturn:
+    """Raise the ShardPicklingError that pickling the sharded module of `param` raises. Not collective."""
+    unit: Any = param._unit
+    unit.runtime.__reduce_ex__(2)
+    raise AssertionError
 
 
 def any_rank(engine: Engine, what: str, value: bool) -> bool:

@@ -6,6 +6,7 @@ tensors (:mod:`.elementwise.step`), full matrices at their owners (:mod:`.matrix
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import weakref
@@ -125,7 +126,9 @@ class StepWatch:
         for outer in reversed(list(steps_on_stack(frame))):
             if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.backend.runtimes):
                 outer._session.pause()
-        return changed
+        for held in runtimes:
+            held.versions.begin_change()
+        return _replaced(*(changed or (args, kwargs)), functools.partial(_between_changes, runtimes))
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End a step that was called with `args`: the user's, or those that :meth:`before` has returned."""
@@ -259,6 +262,20 @@ class StepWatch:
 
         # A bound method, because schedulers expect one, and because a deep copy then gets its own.
         optimizer.step = types.MethodType(attached_step(optimizer, function, step if patched else None), optimizer)
+
+
+def _between_changes(runtimes: list[Runtime], closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure of an optimizer's step in which parameters are not being changed: it runs forward and backward."""
+
+    def run() -> Any:
+        for runtime in runtimes:
+            runtime.versions.pause_change()
+        result = closure()
+        for runtime in runtimes:
+            runtime.versions.begin_change()
+        return result
+
+    return run
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,8 +53,8 @@ class Forwards:
         return self.depth > 0 or bool(self._roots)
 
     # -- of units -------------------------------------------------------------------------------------------------
-    def enter(self, unit: Unit) -> None:
-        """Begin the forward of a module that triggers `unit`. Collective."""
+    def enter(self, unit: Unit, module: nn.Module) -> None:
+        """Begin the forward of `module`, which triggers `unit`. Collective."""
         if self._entered:
             self.leave_interrupted()
         runtime, use = self.runtime, Use(unit, sequence_number())
@@ -64,7 +64,12 @@ class Forwards:
         if runtime.registrations.changed:
             runtime.check_registrations()
         phase = runtime.phase()
-        runtime.unshard(unit, phase)
+        try:
+            runtime.unshard(unit, phase, "the model" if self._roots else f"{type(module).__name__} of {unit.name}")
+        except BaseException:
+            if not self.running:  # else the end of the outer forward does that
+                runtime.lone.end()
+            raise
         if phase == BACKWARD and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
             # older than the ones being made now, so only this unit's own trigger may let the unit be resharded.
@@ -113,8 +118,13 @@ class Forwards:
         if self.running or graph_task() != -1:
             return
         runtime = self.runtime
+        if runtime.lone.running:
+            runtime.lone.end()
+            runtime.session = False
+            return
         if not recording:
             runtime.schedule.reshard_after_evaluation()
+            runtime.session = False  # what is read next, this rank may read alone
         if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
             runtime.session = False
 
@@ -129,8 +139,12 @@ class Forwards:
             runtime.registrations.root = weakref.ref(root)
             runtime.check_registrations()
         if self.depth == 0 and len(self._roots) == 1 and graph_task() == -1:
+            runtime.lone.end()
             runtime.session = False
-            runtime.schedule.reshard_unused()
+            if torch.is_grad_enabled():
+                runtime.schedule.reshard_unused()
+            else:
+                runtime.reshards_first = True  # if all ranks evaluate; a read alone leaves no trace
             runtime.synchronise_buffers(root)
 
     def finish(self) -> None:
@@ -142,11 +156,13 @@ class Forwards:
     def _finished(self) -> None:
         """Do what the end of a forward of the root module entails, the innermost or another one."""
         runtime = self.runtime
-        if runtime.buffers is not None and not runtime.solo:
+        if runtime.buffers is not None and not runtime.solo and not runtime.lone.running:
             runtime.buffers.due = torch.is_grad_enabled() and runtime.require_sync
         if self.depth == 0 and graph_task() == -1:
+            alone = runtime.lone.running
+            runtime.lone.end()
             runtime.session = False
-            if not torch.is_grad_enabled():
+            if not (torch.is_grad_enabled() or alone):
                 runtime.schedule.reshard_unused()
 
     # -- after an interrupt ---------------------------------------------------------------------------------------
@@ -187,7 +203,7 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _enter_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any) -> None:
-    _call(runtime.forwards.enter, unit)
+    _call(runtime.forwards.enter, unit, module)
 
 
 def _exit_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:

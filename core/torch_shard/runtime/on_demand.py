@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..comm.work import caller_line
-from ..errors import UnitStateError
-from ..shard_tensor.function_sets import creates, exposes_memory, initialises
+from ..errors import DivergenceError, UnitStateError
+from ..shard_tensor.dtensor_classes import gathered_parameter
+from ..shard_tensor.function_sets import SCALARS, creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.full_values import full_flat
@@ -32,6 +34,8 @@ class _Stored:
     flat: FlatBuffer
     index: int
     full: torch.Tensor
+    edits: bool = False
+    alone: bool = False  # read by this rank alone
 
     def write_back(self) -> None:
         """Write to the shard what an in-place function has changed."""
@@ -53,7 +57,13 @@ class OnDemand:
         self._copies: list[tuple[torch.Tensor, int, str, str]] = []
 
     def begin(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
+        self,
+        unit: Unit,
+        param: ShardTensor,
+        func: Any,
+        local_ok: bool,
+        dtypes: frozenset[torch.dtype],
+        edits: bool,
     ) -> torch.Tensor | None:
         """Return what `func` computes with in place of `param`, usually the unsharded parameter; None for the shards.
 
@@ -65,7 +75,18 @@ class OnDemand:
             func: the operation.
             local_ok: the operation gives the right result on shards, too.
             dtypes: the dtypes of the operands that are not sharded.
+            edits: the operation writes to `param`.
         """
+        try:
+            return self._begin(unit, param, func, local_ok, dtypes, edits)
+        except BaseException:
+            if not self.runtime.forwards.running:
+                self.runtime.lone.end()
+            raise
+
+    def _begin(
+        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype], edits: bool
+    ) -> torch.Tensor | None:
         self.check_copies()
         if unit.is_summoned:
             return unit.unsharded_param_of(param)
@@ -77,7 +98,7 @@ class OnDemand:
         # Without gradients the shards will do, unless the unit's own forward runs: that computes with the unsharded
         # parameter, which has to be edited itself.
         if local_ok and not recording and not unit.installed:
-            return None
+            return None if edits else self._scalar(unit, param, name, recording=False)
         # Before and after a forward the unit is resharded as soon as the function has returned, so that an address of the
         # unsharded parameter must not be handed out.
         if not unit.installed and not inside and exposes_memory(name):
@@ -90,7 +111,7 @@ class OnDemand:
         averaged = unit.collectives.topology.replicas > 1
         replicated = differentiable and (averaged or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
-            return None
+            return None if edits else self._scalar(unit, param, name, differentiable)
         if not runtime.is_ready:
             # Set-up lets a model on meta initialise shards, and full parameters where this error is raised.
             raise gather_error(param, name)
@@ -101,12 +122,15 @@ class OnDemand:
         as_stored = not flat.exact and not inside and graph_task() == -1
         as_stored &= not flat.casts or flat.compute not in dtypes
         if as_stored and not differentiable:
-            return self._stored(unit, flat, index)
+            return self._stored(unit, flat, index, edits)
         start = sequence_number()
         is_there = replicated and not unit.gathers
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
         if not (at_hand or (not inside and not recording and self._is_unsharded(unit, param))):
-            runtime.unshard(unit, runtime.phase())
+            reads = not (inside or edits)
+            runtime.unshard(unit, runtime.phase(), f"{name} of {param._spec.name}", reads)
+            if reads and recording and runtime.lone.running:
+                return self._read_alone(flat, index, recording)
         for each in unit.flats:
             each.mirror()
             if not unit.installed:
@@ -115,16 +139,91 @@ class OnDemand:
         self._uses.append(Use(unit, start))
         return flat.unsharded_params[index].to(flat.dtype) if as_stored else flat.unsharded_params[index]
 
-    def _stored(self, unit: Unit, flat: FlatBuffer, index: int) -> torch.Tensor:
+    def _stored(self, unit: Unit, flat: FlatBuffer, index: int, edits: bool) -> torch.Tensor:
         """Return the unsharded parameter with its stored values, where modules compute with others. Collective."""
         text = f"gathers the stored values of unit {unit.name!r}"
-        self.runtime.operations.note(zlib.crc32(text.encode()), text)
-        self.runtime.operations.check(text)
+        note = zlib.crc32(text.encode()), text
+        if edits:
+            self.runtime.lone.refuse(f"an edit of {flat.layout.slots[index].name}")
+            self.runtime.operations.note(*note)
+            self.runtime.operations.check(text)
+        elif self.runtime.lone.meet(text, [note]) is None:
+            return self._read_alone(flat, index, recording=False)
         full = full_flat(flat, unit.gather_text)
         if full is flat.shard:
             full = full.clone()
-        self._uses.append(_Stored(flat, index, full))
+        self._uses.append(_Stored(flat, index, full, edits))
         return flat.parameter_over(full, index)
+
+    def full(self, unit: Unit, param: ShardTensor) -> torch.Tensor | None:
+        """Return the full tensor of `param`, plain and in new memory, if this rank alone wants it; None where all ranks do.
+
+        Collective, unless this rank reads alone.
+        """
+        with self.runtime.lone.until_end():
+            if not self._is_lone(unit, f"full_tensor of {param._spec.name}", recording=False):
+                return None
+            flat, index = unit.find(param)
+            assert self.runtime.reading is not None
+            return flat.read_parameter(index, self.runtime.reading)
+
+    def full_for_file(self, unit: Unit, param: ShardTensor) -> torch.Tensor | None:
+        """Return the full tensor of `param` for a file that this rank writes, whatever the others do. Not collective.
+
+        None where reads alone are switched off, or `param` is a DTensor, too.
+        """
+        flat, index = unit.find(param)
+        if unit.collectives.world == 1:
+            return flat.read_parameter(index, None)
+        with self.runtime.lone.alone(f"the saving of {param._spec.name}") as reading:
+            return None if reading is None or flat.split else flat.read_parameter(index, reading)
+
+    def _scalar(self, unit: Unit, param: ShardTensor, name: str, recording: bool) -> torch.Tensor | None:
+        """Return the full parameter for a reduction to a scalar, where this rank alone makes it; None where all ranks do, on
+        their shards, and for any other function."""
+        if name not in SCALARS or not self._is_lone(unit, f"{name} of {param._spec.name}", recording):
+            return None
+        flat, index = unit.find(param)
+        return self._read_alone(flat, index, recording)
+
+    def _is_lone(self, unit: Unit, text: str, recording: bool) -> bool:
+        """Return True if this rank alone makes a small read, of which `text` says what it reads. Collective otherwise."""
+        runtime = self.runtime
+        if not (unit.sharded and runtime.is_ready) or graph_task() != -1:
+            return False
+        note = zlib.crc32(text.encode()), text
+        place = runtime.operations.hash, note[0]
+        # A regulariser in the loss, which comes in each step, is compared once. What else all ranks have read together here may be
+        # read by one rank alone the next time.
+        if recording and runtime.lone.follows(place) and not runtime.lone.running:
+            runtime.operations.note(*note)
+            return False
+        if runtime.lone.meet(text, [note], sure=recording) is None:
+            return True
+        if recording:
+            runtime.lone.note_together(place)
+        return False
+
+    def _read_alone(self, flat: FlatBuffer, index: int, recording: bool) -> torch.Tensor:
+        """Return the full parameter with its stored values, which this rank alone reads; `recording`: for a graph."""
+        assert self.runtime.reading is not None
+        full = flat.read_parameter(index, self.runtime.reading)
+        self._uses.append(_Stored(flat, index, full, alone=True))
+        placed = flat.placed[index]
+        param = nn.Parameter(full, requires_grad=False) if placed is None else gathered_parameter(placed, full)
+        if not recording:
+            return param
+        name, where = flat.layout.slots[index].name, f"rank {self.runtime.collectives.world_rank}"
+        line = caller_line()
+
+        def refuse(grad: torch.Tensor) -> None:
+            raise DivergenceError(
+                f"{where}: a backward reached {name} as this rank alone has read it at {line}, while the other ranks were "
+                "elsewhere; such a gradient can't be averaged. Read it under torch.no_grad(), or on every rank."
+            )
+
+        param.requires_grad_().register_hook(refuse)
+        return param
 
     def _is_unsharded(self, unit: Unit, param: ShardTensor) -> bool:
         """Return True if an operation that records nothing, outside any forward, finds the unit unsharded. Not collective.
@@ -161,7 +260,13 @@ class OnDemand:
             return
         use = self._uses.pop()
         if isinstance(use, _Stored):
+            if use.alone:
+                if not self._uses:
+                    self.runtime.forwards.between(False)
+                return
             use.write_back()
+            if use.edits:
+                self.runtime.versions.note_change()
             return
         unit = use.unit
         unit.running -= 1

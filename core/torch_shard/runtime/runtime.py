@@ -16,7 +16,8 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,10 @@ from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
+from ..comm.one_sided.versions import Versions
+from ..comm.process_groups import group_timeout
 from ..comm.traffic_statistics import GatheredBytes
+from ..comm.work import caller_line
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, ShardError, ShardPicklingError, UnitStateError
 from ..plan.matrix_owners import OwnerMaps
@@ -35,6 +39,7 @@ from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
 from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
+from .lone_reads import LoneReads
 from .on_demand import OnDemand
 from .reduce_schedule import PAUSE, ReduceSchedule
 from .replaced_params import Registrations
@@ -42,6 +47,7 @@ from .unshard_schedule import UnshardSchedule
 from .use import Use
 
 if TYPE_CHECKING:
+    from ..comm.one_sided.partners import Reading, ShardPart
     from ..offload.host import Host
     from .ports import StepInBackward
 
@@ -70,8 +76,14 @@ class Runtime:
         self.forwards = Forwards(self)
         self.is_ready = False  # set-up has ended
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
+        self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
-        self.schedule = UnshardSchedule(config, collectives, self.operations)
+        self.versions = Versions(
+            collectives.device, collectives.world_rank, group_timeout(collectives.device)
+        )  # of the shards
+        self.lone = LoneReads(self)
+        self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
+        self.key = ""  # the name of the model among those over the same groups, on all ranks
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward
@@ -117,12 +129,41 @@ class Runtime:
         """Take a number for this engine. Call on all ranks, for all engines in one order."""
         if self.engine_order is not None:
             self.operations.number = self.engine_order.number()
+            self._offer(f"{self.operations.number}")
+
+    def _offer(self, key: str) -> None:
+        """Hand out this rank's shards to ranks that read alone, under `key`."""
+        self.key = key
+        channel = self.collectives.gather_channel
+        service = None if channel is None else channel.groups.comparisons.service
+        if service is not None:
+            service.offer(key, self)
+
+    def meet(
+        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
+    ) -> torch.Tensor | None:
+        """Compare the ranks' operations before one that only reads; None if this rank reads alone; see :class:`.LoneReads`."""
+        return self.lone.meet(what, notes, payload, sure)
+
+    @property
+    def reading(self) -> Reading | None:
+        """The running read of the model by this rank alone."""
+        return self.lone.reading
+
+    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
+        """Return this rank's shard of a flat buffer, for a rank that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
+
+        Called in any thread.
+        """
+        return self.schedule.units[part.unit].flats[part.flat].shard_to_send(part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives, self.host)
         memo[id(self)] = other
         other.ready()
         other.original = self.operations.number or self.original
+        if self.engine_order is not None:
+            other._offer(f"{other.original} copied at {self.engine_order.place_of_copy(other.original, caller_line())}")
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook
@@ -185,9 +226,8 @@ class Runtime:
         """Broadcast the buffers of rank 0, if a training forward may have changed them since the last time. Collective."""
         if self.buffers is None or not self.buffers.due or self.solo:
             return
-        self.operations.note(*self.buffers.signature(root))
-        if not self.session:
-            self._open_session()
+        if not self.session and not self._open_session("the model", [self.buffers.signature(root)]):
+            return  # this rank evaluates alone, with the buffers that it has
         self.buffers.synchronise(root)
 
     def phase(self) -> int:
@@ -196,26 +236,63 @@ class Runtime:
             return BACKWARD
         return FORWARD if torch.is_grad_enabled() else EVALUATION
 
-    def _open_session(self) -> None:
-        """Agree with the other ranks that a forward begins. Collective."""
+    def _open_session(self, of: str, noted: Sequence[tuple[int, str]] = (), reads: bool = False) -> bool:
+        """Agree with the other ranks that a forward begins. Collective, unless this rank alone reads the model.
+
+        Args:
+            of: what computes, for ranks that only read: once they have agreed, their gathers must be the same.
+            noted: operations to note before, each with its code and text.
+            reads: the forward changes nothing, although gradients are recorded.
+
+        Returns:
+            False if this rank reads the model alone: it evaluates, and other ranks do something else.
+        """
+        self.versions.abandon_change()
         self.session = self.schedule.fresh = True
         if self.collectives.world == 1:
-            self.schedule.agree_on_changes("the start of a forward")
-            return
-        if self.engine_order is not None and not self.operations.number:
+            if self.reshards_first:
+                self.reshards_first = False
+                self.schedule.reshard_unused()
+            self.schedule.note_changes(self.schedule.changes())
+            return True
+        numbered = self.engine_order is not None and not self.operations.number
+        if self.engine_order is not None and numbered:
             self.operations.number = self.engine_order.number_of_copy(self.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
-        self.operations.note_batch()
-        self.operations.note(1 + phase, f"begins a {PHASES[phase]}")
-        if not self.schedule.agree_on_changes("the start of a forward"):
-            self.operations.check("the start of a forward")
+        begins = 1 + phase, f"begins a {PHASES[phase]}"
+        if phase == EVALUATION:
+            begins = zlib.crc32(of.encode()), f"begins an evaluation of {of}"
+        noted = [*noted, *self.operations.notes_of_batch(), begins]
+        what, changes = "the start of a forward", self.schedule.changes()
+        try:
+            if phase == EVALUATION or reads:
+                found = self.lone.meet(what, noted, changes, sure=phase == FORWARD)
+            else:
+                for code, text in noted:
+                    self.operations.note(code, text)
+                found = self.operations.check(what, changes)
+        except BaseException:
+            self.session = False
+            raise
+        reshards_first, self.reshards_first = self.reshards_first, False
+        if found is not None:
+            self.schedule.note_changes(None if changes is None else found)
+            if reshards_first:
+                self.schedule.reshard_unused()
+        elif self.engine_order is not None and numbered:  # the others have not numbered their copies yet
+            self.engine_order.take_back_number(self.original)
+            self.operations.number = 0
+        return found is not None
 
-    def unshard(self, unit: Unit, phase: int) -> None:
-        """Unshard `unit`, and start to prefetch the next units. Collective."""
+    def unshard(self, unit: Unit, phase: int, of: str = "", reads: bool = False) -> None:
+        """Unshard `unit`, and start to prefetch the next units. Collective.
+
+        `of`, `reads`: see :meth:`_open_session`.
+        """
         if phase != BACKWARD:
             if not self.session:
-                self._open_session()
-            if phase == FORWARD:
+                self._open_session(of, (), reads)
+            if phase == FORWARD and not self.lone.running:
                 self.forward_sync = self.require_sync
                 self.forward_reduces = self.reduces_each and not self.require_sync
                 # By first use: where a unit is used twice (a tied head), the backward of its first use completes its gradients.
@@ -390,6 +467,7 @@ class Runtime:
             self.reductions.flush()
             if self.in_backward is not None:
                 self.in_backward.end()
+                self.versions.note_change()
                 schedule.values_changed()
         else:
             for flat in self.flats:
@@ -452,7 +530,8 @@ class Runtime:
 
     # -- between steps ------------------------------------------------------------------------------------------
     def parameters_changed(self) -> None:
-        """Forget unsharded parameters and graphs over them, because the shards were edited (a step, `p.mul_`)."""
+        """Forget unsharded parameters and graphs over them, because the shards were edited (a step, a load)."""
+        self.versions.note_change()
         if self.forwards.depth:
             self.forwards.leave_interrupted()
         if graph_task() == -1 and not self.forwards.depth:

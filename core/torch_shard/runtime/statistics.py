@@ -24,6 +24,8 @@ def statistics(runtime: Runtime) -> Statistics:
         gathered.now,
         gathered.peak,
         0.0 if host is None else host.waited,
+        runtime.lone.count,
+        runtime.lone.bytes_read,
     )
 
 

@@ -19,14 +19,18 @@ from ..unit.unit import State, Unit
 from .gather_order import Event, GatherOrder
 
 if TYPE_CHECKING:
+    from .lone_reads import LoneReads
     from .use import Use
 
 
 class UnshardSchedule:
     """The unshards and reshards of one sharded model."""
 
-    def __init__(self, config: ShardConfig, collectives: Collectives, operations: OperationSequence) -> None:
+    def __init__(
+        self, config: ShardConfig, collectives: Collectives, operations: OperationSequence, lone: LoneReads
+    ) -> None:
         """Make the schedule of a model whose strategy and prefetch are in `config`."""
+        self.lone = lone
         self.units: dict[int, Unit] = {}  # by index, with gaps in the copy of a submodule; see Runtime.add
         self.order = GatherOrder(config.prefetch)
         self.operations = operations
@@ -60,6 +64,9 @@ class UnshardSchedule:
             self._gather(unit, phase)
             unit.wait()
             unit.note_stream()
+            return
+        if self.lone.running:
+            self.lone.unshard(unit)
             return
         idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
         # A stale unit was edited since the ranks have compared at the beginning of the forward, so by code that all ranks run.
@@ -128,22 +135,25 @@ class UnshardSchedule:
     # -- reshard ------------------------------------------------------------------------------------------------
     @staticmethod
     def _is_current(unit: Unit) -> bool:
-        # `unit.is_stale()` would not do: all ranks must come to the same answer (see `agree_on_changes`).
+        # `unit.is_stale()` would not do: all ranks must come to the same answer (see `changes`).
         return unit.state is not State.SHARDED and not unit.refill and not unit.outdated
 
-    def agree_on_changes(self, what: str) -> bool:
-        """Find the units that any rank has changed, or may have changed unseen, and compare the ranks' sequences. Collective.
+    def changes(self) -> torch.Tensor | None:
+        """Return marks of the units that this rank has changed, or may have changed unseen, for the ranks to agree upon.
 
-        Only ``shard_optim`` needs this, where a forward begins. Returns False for other strategies, which do nothing here.
+        Only ``shard_optim`` needs this, where a forward begins; None for other strategies.
         """
         if not self.keeps_on:
-            return False
-        units = list(self.units.values())
-        marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in units]
-        agreed = self.operations.check(what, torch.tensor(marks, dtype=torch.uint8))
-        for unit, changed in zip(units, marks if agreed is None else agreed.tolist(), strict=True):
+            return None
+        marks = [unit.outdated or unit.exposed or unit.is_stale() for unit in self.units.values()]
+        return torch.tensor(marks, dtype=torch.uint8, device="cpu")
+
+    def note_changes(self, marks: torch.Tensor | None) -> None:
+        """Note which units any rank has changed, by the :meth:`changes` of all ranks."""
+        for unit, changed in zip(
+            self.units.values(), () if marks is None else marks.tolist(), strict=marks is not None
+        ):
             unit.outdated = bool(changed)
-        return True
 
     def reshard(self, unit: Unit, for_backward: bool = False) -> None:
         """Reshard a unit; if backward may reach the unit without a trigger, only take part in its next unshard."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import NeedsGatherError
-from .dispatch import alias
+from .dispatch import alias, changing
 from .spec import same_cut, shard_of_full
 from .tensor import ShardTensor
 from .unsharded_param import own_grad, set_own_grad
@@ -98,7 +98,8 @@ def set_data(param: ShardTensor, value: Any) -> None:
     with torch.no_grad():
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
         if new is not local:
-            local.copy_(new)
+            with changing([param]):
+                local.copy_(new)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..errors import ShardError
+from .function_sets import NORMS
 from .reductions import full_reduction
 from .spec import ShardSpec, gather_error
 from .tensor import ShardTensor
 
 __all__ = [
-    "NORMS",
     "GatherFull",
     "autograd_grad",
     "reduces_to_scalar",
@@ -21,7 +21,6 @@ __all__ = [
     "with_sharded_gradient",
 ]
 
-NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
 """Functions whose second argument is the order and whose third the dimensions."""
 
 

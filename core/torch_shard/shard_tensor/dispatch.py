@@ -8,7 +8,8 @@ pointwise, and ``_foreach_norm`` is a ``_foreach_`` operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .spec import ShardSpec, broadcast_shard, gather_error, same_cut, shard_of_f
 from .tensor import ShardTensor
 from .views import VIEWS, following, view
 
-__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "NEW_TENSORS", "RANDOM", "alias", "dispatch"]
+__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "NEW_TENSORS", "RANDOM", "alias", "changing", "dispatch"]
 
 _UNARY = """
 abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj_physical cos cosh deg2rad
@@ -118,14 +119,32 @@ def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs:
     local_kwargs = {key: _local(value, spec, func) for key, value in kwargs.items()}
     # The shards are 1-D, and the result's strides are those of the parameter, whatever was asked for.
     local_kwargs.pop("memory_format", None)
-    result = func(*local_args, **local_kwargs)
     if target is not None:
-        _count_edit(target)
+        with changing([target]):
+            func(*local_args, **local_kwargs)
+            _count_edit(target)
         return target
+    result = func(*local_args, **local_kwargs)
     wrapped = ShardTensor._wrap(result, spec)
     if name == "_to_copy":
         wrapped._shard_state.converted = True  # see ShardTensor.__tensor_flatten__
     return wrapped
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def changing(targets: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the shards of parameters among `targets` are written to, as one change for partners that read."""
+    # Gradients and optimizer state, the targets of most operations, have no unit.
+    refs = {t._shard_state.unit_ref for t in targets if isinstance(t, ShardTensor)} - {None}
+    units = [unit for ref in refs if ref is not None and (unit := ref()) is not None]
+    if not units:
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for versions in dict.fromkeys(unit.runtime.versions for unit in units):
+        stack.enter_context(versions.change())
+    return stack
 
 
 def _count_edit(target: ShardTensor) -> None:
@@ -192,8 +211,9 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     drawn = shard_of_full(func(full, *args[1:], **kwargs), spec)
     if name in _RANDOM_LIKE:
         return ShardTensor._wrap(drawn.clone(), spec)
-    local.copy_(drawn)
-    _count_edit(target)
+    with changing([target]):
+        local.copy_(drawn)
+        _count_edit(target)
     return target
 
 
@@ -244,11 +264,12 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
             raise gather_error((args, kwargs), func)
         return value  # a number, or one 0-dim tensor for the whole list
 
-    result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
-    if in_place:
-        for t in args[0]:
-            if isinstance(t, ShardTensor):
-                _count_edit(t)
+    with changing(args[0] if in_place else ()):
+        result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
+        if in_place:
+            for t in args[0]:
+                if isinstance(t, ShardTensor):
+                    _count_edit(t)
     if in_place or result is None:
         return args[0] if result is not None else None
     return [t if spec is None else ShardTensor._wrap(t, spec) for t, spec in zip(result, specs, strict=True)]

@@ -46,6 +46,7 @@ FORMS = SHAPED_LIKE | {"to", "type_as"}
 SCALAR_REDUCTIONS = _names("sum mean std var amax amin any all count_nonzero")
 """Reductions whose second argument is the dimensions."""
 EXTREMES = frozenset({"max", "min"})
+NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
 _OPERATORS = ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS)
 _OPERATOR_METHODS = _names("__neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__") | {
@@ -74,6 +75,9 @@ _CONVERSIONS = _names(
 _NUMBERS = _names("item __float__ __int__ __bool__ __index__ __complex__ __format__ __contains__ equal allclose")
 ALWAYS_LOCAL = LISTS | NEW_TENSORS | _CONVERSIONS | _INIT | _NUMBERS
 """Functions for which shards suffice, whatever the operands' shapes are."""
+
+SCALARS = SCALAR_REDUCTIONS | EXTREMES | NORMS | _NUMBERS | {"_foreach_norm"}
+"""Functions whose result is no tensor of the parameter's shape, but one value, which shards and a small message give."""
 
 # Functions that would hand out the shard's memory as if it were the parameter's.
 DENIED = _names(

@@ -12,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..comm.collectives import Collectives
+    from ..comm.one_sided.versions import Versions
     from .tensor import ShardTensor
 
 __all__ = ["OnDemandPort", "RuntimePort", "UnitPort"]
@@ -79,6 +80,10 @@ class RuntimePort(Protocol):
     def on_demand(self) -> OnDemandPort:
         """What unshards parameters for single operations outside their modules' forward."""
 
+    @property
+    def versions(self) -> Versions:
+        """The version of the shards."""
+
     def check_grad_reader(self) -> None:
         """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
 
@@ -90,13 +95,25 @@ class OnDemandPort(Protocol):
     """The part of what unshards on demand that sharded parameters use."""
 
     def begin(
-        self, unit: Any, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype]
+        self,
+        unit: Any,
+        param: ShardTensor,
+        func: Any,
+        local_ok: bool,
+        dtypes: frozenset[torch.dtype],
+        edits: bool,
     ) -> torch.Tensor | None:
         """Return what `func` computes with in place of `param`; None for the shards.
 
         `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded;
-        empty unless the unit :attr:`casts <UnitPort.casts>`.
+        empty unless the unit :attr:`casts <UnitPort.casts>`. `edits`: the operation writes to `param`.
         """
+
+    def full(self, unit: Any, param: ShardTensor) -> torch.Tensor | None:
+        """Return the full tensor of `param` if this rank alone wants it; None where all ranks do."""
+
+    def full_for_file(self, unit: Any, param: ShardTensor) -> torch.Tensor | None:
+        """Return the full tensor of `param` for a file that this rank writes; None where it can't read alone."""
 
     def end(self, unit: Any, result: Any, copies: list[torch.Tensor], name: str) -> None:
         """End the operation for which :meth:`begin` was called."""

@@ -144,8 +144,13 @@ class ShardTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the full tensor: plain, original shape and strides, new memory, without gradient.
 
-        Collective: call on all ranks. Every rank allocates the full tensor.
+        Collective: call on all ranks, each of which allocates the full tensor. One rank alone may call it for a parameter, while
+        the others do something else.
         """
+        unit = self._unit
+        alone = None if unit is None or self._spec.part is not None else unit.runtime.on_demand.full(unit, self)
+        if alone is not None:
+            return alone
         return full_tensors([self], f"full_tensor of {self._spec.name}")[0]
 
     # -- copying, showing, saving ---------------------------------------------------------------------------------
@@ -172,6 +177,12 @@ class ShardTensor(torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        unit = self._unit
+        full = None if unit is None else unit.runtime.on_demand.full_for_file(unit, self)
+        if full is not None:
+            if getattr(self, "_is_param", False):
+                return torch.nn.Parameter(full, self.requires_grad).__reduce_ex__(protocol)
+            return full.__reduce_ex__(protocol)
         raise ShardPicklingError(
             f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's shard. "
             f"{self._spec.comm.watchdog.saving_advice}"

@@ -24,7 +24,6 @@ from ..utils.autograd_private import graph_task
 from ..utils.pytree import own_memory, storage_of, tensors_in
 from .attributes import HANDLERS
 from .autograd import (
-    NORMS,
     GatherFull,
     autograd_grad,
     reduces_to_scalar,
@@ -43,6 +42,7 @@ from .function_sets import (
     FORMS,
     IN_PLACE_OPERATORS,
     LISTS,
+    NORMS,
     OWN,
     SCALAR_REDUCTIONS,
     SHAPED_LIKE,
@@ -368,7 +368,7 @@ def _on_demand(call: FunctionCall) -> Any:
                 local_ok = _shards_suffice(call)
             others = (o for o in call.tensors if not isinstance(o, ShardTensor))
             dtypes = frozenset(o.dtype for o in others) if unit.casts else frozenset()
-            param = unit.runtime.on_demand.begin(unit, t, call.func, local_ok, dtypes)
+            param = unit.runtime.on_demand.begin(unit, t, call.func, local_ok, dtypes, call.target is t)
             if param is None:
                 continue
             asked.append(unit)

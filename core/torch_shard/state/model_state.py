@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.consensus import agree
+from ..comm.consensus import agree, met
 from ..errors import ShardError, StateDictError, UnitStateError
 from ..layout.dtensor_placement import is_dtensor, part_given
 from ..layout.tensor_part import TensorPart
@@ -88,7 +88,7 @@ def make_full(
     Args:
         runtime: the sharded model's runtime.
         found: the state dict, which is changed. With `rank0_only` other ranks are left with other modules' entries alone.
-        rank0_only: only rank 0 gets values.
+        rank0_only: only rank 0 gets values, unless another rank calls this alone.
         offload_to_cpu: all tensors are put on the CPU.
         what: the operation, for messages.
         error: the reason why this rank cannot go on, if there is one.
@@ -99,12 +99,13 @@ def make_full(
     except Exception as problem:  # the other ranks must hear of it
         error = error or problem
     mine = {key: value for key, value in found.items() if key.startswith(prefix)}
-    agree(runtime, what, [key for key, value in mine.items() if isinstance(value, ShardTensor)], error)
-    wanted = not rank0_only or runtime.collectives.world_rank == 0
-    for gathered in full_values(runtime, entries_of(runtime, mine), what):
-        for entry, value in gathered if wanted else ():
-            found.update(dict.fromkeys(entry.names, copied(value, offload_to_cpu)))
-            del value  # or two buffers would be in memory while the next one is gathered
+    with runtime.lone.until_end():
+        together = met(runtime, what, [key for key, value in mine.items() if isinstance(value, ShardTensor)], error)
+        wanted = not (rank0_only and together) or runtime.collectives.world_rank == 0
+        for gathered in full_values(runtime, entries_of(runtime, mine), what):
+            for entry, value in gathered if wanted else ():
+                found.update(dict.fromkeys(entry.names, copied(value, offload_to_cpu)))
+                del value  # or two buffers would be in memory while the next one is gathered
     for key in () if wanted else mine:
         del found[key]
 

@@ -6,11 +6,12 @@ import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from ..comm.one_sided.partners import Reading, ShardPart
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..config.param_dtypes import Dtypes
@@ -239,6 +240,69 @@ class FlatBuffer:
         if not self.sharded:
             return None
         return self.collectives.all_gather(self.full, self.payload, what, self.slots)
+
+    # -- one-sided reads ----------------------------------------------------------------------------------------
+    def read(self, reading: Reading) -> None:
+        """Fill the full buffer, which has memory, as :meth:`start_gather` does, with shards that the other ranks hand out."""
+        self.fresh_version = self.version
+        with torch.no_grad():
+            if self.quantizer is None:
+                self.read_into(self.full, reading, "sent")
+                return
+            size, nbytes = self.collectives.size, self.quantizer.nbytes
+            payloads = torch.empty(size, nbytes, dtype=torch.uint8, device=self.full.device)
+            self.read_into(payloads.view(-1), reading, "sent")
+            self._sent, self._edited = payloads[self.collectives.rank].clone(), None
+            self.quantizer.decode(payloads, self.full.view(size, -1))
+
+    def read_into(self, full: torch.Tensor, reading: Reading, form: Literal["stored", "sent"]) -> None:
+        """Fill `full`, 1-D with one slot a rank, with the ranks' shards in this form."""
+        slots = full.view(self.collectives.size, -1)
+        part = self._part(form)
+        slots[self.collectives.rank].copy_(self.shard_to_send(part))
+        reading.fill(slots.unbind(0), len(slots) * [part])
+
+    def read_parameter(self, index: int, reading: Reading | None) -> torch.Tensor:
+        """Return parameter `index` with its stored values, from shards that the other ranks hand out: plain, in new memory.
+
+        Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
+        """
+        slot, size = self.layout.slots[index], self.layout.shard_numel
+        with torch.inference_mode(False), torch.no_grad():
+            values = torch.empty(slot.numel, dtype=self.dtype, device=self.collectives.device)
+            pieces, parts = [], []
+            for rank in range(self.collectives.size):
+                start, stop = max(slot.offset, rank * size), min(slot.stop, (rank + 1) * size)
+                stop = max(start, stop)
+                pieces.append(values[start - slot.offset : stop - slot.offset] if start < stop else values[:0])
+                parts.append(self._part("stored", start - rank * size, stop - rank * size))
+            own = self.collectives.rank
+            if pieces[own].numel():
+                pieces[own].copy_(self.shard_to_send(parts[own]))
+            if reading is not None:
+                reading.fill(pieces, parts)
+        return values.as_strided(slot.shape, slot.stride)
+
+    def _part(self, form: Literal["stored", "sent"], start: int | None = None, stop: int | None = None) -> ShardPart:
+        unit = self.unit()
+        assert unit is not None
+        return ShardPart(unit.index, unit.flats.index(self), form, start, stop)
+
+    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
+        """Return this rank's shard, or a part of it, for a rank that reads alone: contiguous, on the CPU.
+
+        Called in any thread.
+        """
+        shard, unit = self.shard.detach(), self.unit()
+        if shard.is_cuda and unit is not None and (changed := unit.runtime.versions.event) is not None:
+            torch.cuda.current_stream(shard.device).wait_event(changed)  # the thread has a stream of its own
+        if part.form == "stored":
+            return shard[part.start : part.stop].cpu().contiguous()
+        if self.quantizer is None:
+            return shard.to("cpu", self.compute).contiguous()
+        payload = torch.empty(self.quantizer.nbytes, dtype=torch.uint8, device=shard.device)
+        self.quantizer.encode(shard.unsqueeze(0), payload.unsqueeze(0))
+        return payload.cpu()
 
     def keep_secondary_shard(self) -> None:
         """Copy the secondary shard out of the full buffer, which is freed next. Call under `gathering()`."""

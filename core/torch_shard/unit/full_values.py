@@ -14,6 +14,8 @@ from .flat_buffer import FlatBuffer
 def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
     """Return the unsharded values of a flat buffer; where one rank has them all, the shard itself. Collective.
 
+    Inside a read by this rank alone the other ranks hand out their shards.
+
     Args:
         flat: the buffer.
         what: the operation, for messages.
@@ -21,6 +23,13 @@ def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -
     """
     if not flat.sharded:
         return flat.shard.to(flat.collectives.device)
+    unit = flat.unit()
+    reading = None if unit is None else unit.runtime.reading
+    if reading is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            full = _memory(flat, flat.dtype, memory)
+            flat.read_into(full, reading, "stored")
+        return full
     return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
 
 
@@ -67,13 +76,16 @@ def _gathered(
     moves = flat.sharded and flat.layout.numel > 0
     with torch.inference_mode(False), torch.no_grad():
         with c.gathering() if moves else contextlib.nullcontext():
-            if memory is None:
-                full = torch.empty(flat.layout.numel, dtype=dtype, device=c.device)
-            else:
-                full = memory[: flat.layout.numel * dtype.itemsize].view(dtype)
+            full = _memory(flat, dtype, memory)
             own = flat.own_slot(full)
             fill(own)
             pending = c.all_gather(full, c.payload(own), what) if moves else None
         if pending is not None:
             pending.wait()
     return full
+
+
+def _memory(flat: FlatBuffer, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
+    if memory is None:
+        return torch.empty(flat.layout.numel, dtype=dtype, device=flat.collectives.device)
+    return memory[: flat.layout.numel * dtype.itemsize].view(dtype)

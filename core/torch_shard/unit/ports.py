@@ -10,6 +10,7 @@ from ..shard_tensor import ports
 
 if TYPE_CHECKING:
     from ..comm.collectives import Collectives
+    from ..comm.one_sided.partners import Reading
     from ..comm.traffic_statistics import GatheredBytes
     from ..config.shard_config import ShardConfig
     from ..offload.host import Host
@@ -35,6 +36,10 @@ class RuntimePort(ports.RuntimePort, Protocol):
     @property
     def host(self) -> Host | None:
         """The host memory that holds parameters; None where they are on the device."""
+
+    @property
+    def reading(self) -> Reading | None:
+        """The running read of the model by this rank alone."""
 
     def add(self, unit: Unit) -> None:
         """Add `unit` to the runtime's units."""

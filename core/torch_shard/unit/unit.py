@@ -260,6 +260,21 @@ class Unit:
         self.state = State.GATHERING
         self._count_bytes(self.full_bytes)
 
+    def unshard_alone(self) -> None:
+        """Unshard a SHARDED unit for a read by this rank alone: the other ranks hand out their shards."""
+        reading = self.runtime.reading
+        assert reading is not None and self.state is State.SHARDED
+        with outside_inference(), self._gathering():
+            for flat in self.flats:
+                if flat.gathers:
+                    flat.full.untyped_storage().resize_(flat.nbytes)
+                    flat.read(reading)
+        c = self.collectives
+        if self._on_side:  # Hazard: the stream that computes must not read before the copies from the host have ended.
+            join(torch.cuda.current_stream(c.device), [c.gather_stream])
+        self.state = State.FULL
+        self._count_bytes(self.full_bytes)
+
     def _count_bytes(self, held: int = 0) -> None:
         """Count `held` bytes of unsharded parameters in the statistics; with secondary shards, count what is allocated."""
         if self.collectives.secondary_channel is not None:
@@ -465,6 +480,12 @@ class Unit:
         for flat in edited:
             for i in range(len(flat.unsharded_params)):
                 flat.refuse_recorded_edit(i)
+        if edited and self.runtime.reading is not None:
+            raise UnitStateError(
+                f"rank {self.collectives.world_rank}: a forward has edited parameters of unit {self.name!r}, which this rank "
+                "runs alone, while the others are elsewhere; they would not be edited there. Run it on every rank."
+            )
+        counts = bool(edited)  # all ranks see these edits; an edit without a trace shows only where its elements are
         taken = self._data_was_taken()
         if taken:
             for flat in flats:
@@ -474,8 +495,9 @@ class Unit:
             # A unit in which one untracked edit was found is compared in all further iterations.
             self.checks -= 0 if unseen or self.runtime.config.debug else min(1, self.checks)
             edited += unseen
-        for flat in edited:
-            flat.take_edits()
+        with self.runtime.versions.change() if counts else _NO_CONTEXT:
+            for flat in edited:
+                flat.take_edits()
 
     def _data_was_taken(self) -> bool:
         return any([getattr(p, "data_taken", False) for flat in self.flats for p in flat.unsharded_params])  # noqa: C419 (hot)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..comm.collectives import Collectives
-from ..comm.consensus import agree
+from ..comm.consensus import agree, met
 from ..errors import ConfigError, ShardError, UnitStateError
 from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
@@ -74,8 +74,16 @@ def gathered(
         held = [(u.name, [[g is not None for g in local_grads(f)] for f in u.flats if grads]) for u in units]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
-    agree(runtime, what, [(request.write, request.ranks, request.device.type, request.grads), held], error)
+    key = [(request.write, request.ranks, request.device.type, request.grads), held]
+    with runtime.lone.until_end():
+        if request.write or request.grads:
+            agree(runtime, what, key, error)
+        else:
+            met(runtime, what, key, error)
+        yield from _within(runtime, units, request)
 
+
+def _within(runtime: Runtime, units: list[Unit], request: Request) -> Iterator[None]:
     entered: list[GatheredUnit] = []
     solo = request.ranks is not None
     failed = True
@@ -222,10 +230,18 @@ def _refill(runtime: Runtime, unit: Unit) -> bool:
         # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
         unit.wait()
         unit.reshard()
-    unit.unshard()
+    _start(runtime, unit)
     if not keep:
         runtime.schedule.gathered.pop(unit.index, None)
     return keep
+
+
+def _start(runtime: Runtime, unit: Unit) -> None:
+    """Start the unshard of a SHARDED unit. Collective, unless this rank reads alone."""
+    if runtime.lone.running:
+        unit.unshard_alone()
+    else:
+        unit.unshard()
 
 
 def _enter_one(one: GatheredUnit) -> None:
@@ -365,7 +381,7 @@ def _leave(runtime: Runtime, one: GatheredUnit) -> None:
     if one.in_place and unit.gathers:
         unit.reshard()
         if one.keep:  # backward goes on with the values as they are now
-            unit.unshard()
+            _start(runtime, unit)
             unit.wait()
             runtime.schedule.gathered[unit.index] = unit
 

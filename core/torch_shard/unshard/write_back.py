@@ -104,6 +104,7 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
         raise
     for gathered in entered:
         _write(gathered)
+    runtime.versions.note_change()
 
 
 def settle(gathered: GatheredUnit) -> None:

@@ -41,6 +41,7 @@ EXAMPLES = {
     "sync_module_states": ("false", False),
     "broadcast_buffers": ("off", False),
     "timeout": ("none", None),
+    "alone": ("error", "error"),
     "debug": ("True", True),
     "single_communicator": ("on", True),
     "reshard_after_forward": ("2", 2),

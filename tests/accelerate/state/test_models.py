@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator
-from tests.accelerate.support.checkpoints import Noisy, plugin
+from tests.accelerate.support.checkpoints import Noisy, differ, plugin
 from tests.accelerate.support.models import loader, net
 from tests.accelerate.support.training import full_parameters
 from tests.support.ranks import ranks
@@ -115,13 +116,15 @@ def test_a_saved_model_is_loaded_by_stock_accelerate_whole_and_in_several_files(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("safe", [False, True])
 @ranks(2)
-def test_shards_are_not_saved_on_any_rank_and_leave_no_file(safe, tmp_path):
+def test_save_writes_full_parameters_and_no_file_of_a_sharded_module(safe, tmp_path):
     with accelerator(OURS) as acc:
         model = acc.prepare(net())
-        for number, found in enumerate([model.state_dict(), model, model.head][: 1 if safe else None]):
-            with pytest.raises(ShardPicklingError):
-                acc.save(found, tmp_path / f"{number}", safe_serialization=safe)
-        assert not list(tmp_path.iterdir())
-        acc.save(acc.get_state_dict(model), tmp_path / "whole", safe_serialization=safe)
+        for part in () if safe else (model, model.head):
+            with pytest.raises(ShardPicklingError) if acc.is_main_process else contextlib.nullcontext():
+                acc.save(part, tmp_path / "part")
+        acc.save(model.state_dict(), tmp_path / "shards", safe_serialization=safe)
+        acc.save(acc.get_state_dict(model), tmp_path / "full", safe_serialization=safe)
         acc.wait_for_everyone()
-        assert [file.name for file in tmp_path.iterdir()] == ["whole"]
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["full", "shards"]
+        found = [(load_file if safe else torch.load)(tmp_path / name) for name in ("shards", "full")]
+        assert not differ(*found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.lightning.fabric.support import assert_same, batch, fabric, net, strategy, whole
 from tests.support.marks import exhaustive
@@ -47,9 +48,12 @@ def test_state_dicts_beside_a_module_are_saved_full(world_size, form, tmp_path):
 
 
 @ranks(2)
-def test_torch_save_is_an_error_that_names_fabrics_way(world_size, tmp_path):
+def test_torch_save_of_a_module_is_an_error_that_names_fabrics_way_and_of_its_state_dict_works(rank, tmp_path):
     _, model, _ = trained("shard")
-    for value in (model.state_dict(), model):
-        with pytest.raises(ShardPicklingError, match=r"fabric\.save\(path, model\.state_dict\(\)\)") as caught:
-            torch.save(value, tmp_path / "weights.pt")
-        assert "accelerator" not in str(caught.value) and " engine." not in str(caught.value)
+    with pytest.raises(ShardPicklingError, match=r"fabric\.save\(path, model\.state_dict\(\)\)") as caught:
+        torch.save(model, tmp_path / "weights.pt")
+    assert "accelerator" not in str(caught.value) and " engine." not in str(caught.value)
+    if rank == 0:
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        assert {type(value) for value in torch.load(tmp_path / "weights.pt").values()} == {torch.Tensor}
+    dist.barrier()

@@ -115,22 +115,33 @@ def test_the_strategys_timeout_is_the_process_groups_and_so_the_engines(tmp_path
 class Samples(Net):
     def on_validation_epoch_end(self):
         if self.trainer.is_global_zero:
-            self(torch.ones(1, 6))
+            self.seen.append(self(torch.ones(1, 6)))
 
 
-class Waits(Net):
+@ranks(2)
+def test_rank_0_samples_alone_as_with_ddp(rank, world_size):
+    found = []
+    for strategy in ("ddp", "shard"):
+        module, t = Samples(), trainer("lightning", world_size, strategy, max_epochs=2)
+        t.fit(module, loader(world_size), loader(world_size))
+        found.append(module.seen)
+    assert len(found[0]) >= 2 or rank > 0
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Trains(Net):
     def on_train_epoch_end(self):
         if self.trainer.is_global_zero:
             self(torch.ones(1, 6))
         self.trainer.strategy.barrier()
 
 
-@pytest.mark.parametrize("module", [Samples, *exhaustive(Waits)])
+@pytest.mark.exhaustive
 @ranks(2, fresh=True, timeout=60)
-def test_it_is_an_error_on_all_ranks_at_once(module):
+def test_a_forward_with_gradients_is_an_error_on_all_ranks_at_once():
     started = time.monotonic()
     with pytest.raises(DivergenceError, match=r"rank [01]"):
-        fitted(module(), val_batches=2)
+        fitted(Trains(), val_batches=2)
     assert time.monotonic() - started < 20
 
 
@@ -194,20 +205,22 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("what", ["validate", *exhaustive("test", "predict", "fit", "memory")])
 @ranks(2)
-def test_uneven_streams_and_models_too_large_to_gather_are_an_error_on_all_ranks_at_once(
-    rank, world_size, what, monkeypatch
-):
-    module, t = Net(), trainer("lightning", world_size, max_epochs=2)
-    uneven = loader(world_size, 2 + rank)
+def test_uneven_streams_and_models_too_large_to_gather_give_what_ddp_gives(rank, world_size, what, monkeypatch):
+    found = []
     if what == "memory":
         monkeypatch.setattr(lightning_shard.trainer.uneven_batches, "fits_on_every_rank", lambda *_: False)
-    else:
-        uneven = DataLoader(Stream(list(uneven.dataset)), batch_size=uneven.batch_size)
-    with pytest.raises(DivergenceError, match=r"different numbers of batches.*rank 0: computes with the last batch"):
+    for strategy in ("ddp", "shard"):
+        module, t = Net(), trainer("lightning", world_size, strategy, max_epochs=2)
+        uneven = loader(world_size, 2 + rank)
+        if what != "memory":
+            uneven = DataLoader(Stream(list(uneven.dataset)), batch_size=uneven.batch_size)
         if what == "fit":
             t.fit(module, loader(world_size), uneven)
         else:
-            getattr(t, "validate" if what == "memory" else what)(module, uneven)
+            found.append(getattr(t, "validate" if what == "memory" else what)(module, uneven))
+        found.append([dict(module.state_dict()), t.callback_metrics, module.seen])
+    half = len(found) // 2
+    torch.testing.assert_close(found[half:], found[:half])
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,165 @@
+"""The all-reduce in which ranks compare their operations, and how a rank that only reads leaves it to read alone.
+
+A rank that waits here to *read* the model (a forward without gradients, a state dict) may find that a partner does something
+else. It then goes on alone and leaves the all-reduce behind, which is still under way. What must never happen is that some
+ranks take the all-reduce for a meeting, and begin collectives, while another reads alone. So the reader first asks a partner
+that has not come yet (:mod:`.one_sided.service`), and that partner promises to say so when it comes: a flag in its own message,
+which reaches all ranks with the result. One promise suffices, because without that partner the all-reduce does not end.
+
+No message is added where no rank reads alone, and nothing is agreed upon through a third place.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MissingRankError
+from .work import Pending
+
+if TYPE_CHECKING:
+    from .one_sided.partners import Partners
+    from .one_sided.service import Service
+    from .watchdog import Watchdog
+
+__all__ = ["FLAGS", "LEFT", "Comparisons", "Purpose"]
+
+
+class Purpose(enum.IntEnum):
+    """What a rank comes to a comparison for. Each has a flag in the message."""
+
+    READS = 1
+    """It reads the model, and reads alone where others do something else, or are late."""
+    RECORDS = 2
+    """It reads the model for a graph, whose backward is an error where it reads alone: so only where the others surely do
+    something else, and never because they are late."""
+    WORKS = 3
+    """It does what concerns all ranks."""
+
+
+LEFT = 0
+"""The flag that a rank reads alone, which has left this comparison."""
+FLAGS = 4
+"""The bytes of a message that belong to this module, behind the hash."""
+
+_SOON = 0.003  # seconds in which partners come that do the same
+_LOOK = 0.02  # seconds between two looks at a partner that has not come
+
+
+class Comparisons:
+    """The comparisons of all engines over one set of process groups.
+
+    Attributes:
+        service: this rank's; None where there is no other rank, or reads alone are switched off.
+        partners: the connections to the other ranks' services.
+    """
+
+    def __init__(self) -> None:
+        self.service: Service | None = None
+        self.partners: Partners | None = None
+        self._left: Pending | None = None  # the all-reduce that this rank has left behind to read alone
+        self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
+
+    def served(self) -> float:
+        """Return when a rank that reads alone was served last, by ``time.monotonic()``; it is worth waiting for."""
+        return 0.0 if self.service is None else self.service.served
+
+    def all_reduce(
+        self,
+        watchdog: Watchdog,
+        message: torch.Tensor,
+        flags: torch.Tensor,
+        what: str,
+        purpose: Purpose,
+        alone_after: float,
+    ) -> bool:
+        """Replace `message`, uint8, by its maximum over all ranks. Collective, unless this returns False.
+
+        Args:
+            watchdog: of the engine.
+            message: the message.
+            flags: the part of `message` that belongs to this module.
+            what: the operation, for messages.
+            purpose: what this rank comes for.
+            alone_after: seconds after which a rank that reads does not wait for a partner that computes.
+
+        Returns:
+            False if this rank has left before the others came, and reads alone.
+        """
+        service, reads = self.service, purpose is not Purpose.WORKS
+        if self._left is not None:
+            if reads and not self._left.done():
+                return False
+            self._end_left(what)
+        if self._error is not None:
+            if reads:
+                return False
+            raise self._error
+        channel = watchdog.channels["control"]
+        if service is None:
+            number = channel.count()
+        else:
+            with service.lock:
+                number = service.issued = channel.count()
+                flags[LEFT] = service.promised >= number
+        flags[purpose] = 1
+        try:
+            work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+        except (RuntimeError, ValueError) as error:
+            if not reads:
+                raise
+            self._error = error  # this rank has destroyed the process groups: nobody can be met any more
+            return False
+        pending = Pending(watchdog, channel, number, what, work)
+        if not reads or service is None or self._come(pending, alone_after):
+            pending.wait()
+            return True
+        if self._error is None:
+            self._left = pending
+            channel.groups.buffers[work] = message
+        return False
+
+    def _end_left(self, what: str) -> None:
+        """Wait for the all-reduce that this rank has left, since it is back for `what`."""
+        assert self._left is not None
+        left, self._left = self._left, None
+        left.what = what
+        try:
+            left.wait()
+        except MissingRankError as error:
+            self._error = error
+
+    def _come(self, pending: Pending, alone_after: float) -> bool:
+        """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone."""
+        begin, pause = time.monotonic(), _SOON
+        assert self.partners is not None
+        missing = [rank for rank in range(len(self.partners)) if rank != self.partners.rank]
+        places: dict[int, str] = {}
+        while missing:
+            try:
+                if self._error is None and pending.wait_at_most(pause):
+                    pending.work.wait()  # a collective that has failed counts as ended
+                    return True
+            except (MissingRankError, RuntimeError) as error:  # a partner has destroyed its process groups, or is gone
+                self._error = error
+            pause = _LOOK
+            sure = alone_after == math.inf
+            late = time.monotonic() > begin + alone_after or self._error is not None
+            for rank in list(missing):
+                place = places.get(rank, "")
+                answer = self.partners.ask(
+                    rank, ask="whereabouts", comparison=pending.number, insist=late, sure=sure, place=place
+                )
+                places[rank] = answer["place"]
+                if answer["state"] == "away":
+                    return False
+                if answer["state"] == "here":
+                    missing.remove(rank)
+        if self._error is not None:
+            raise self._error
+        return True

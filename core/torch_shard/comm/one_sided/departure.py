@@ -1,0 +1,63 @@
+"""The end of a rank's process: it serves on until all ranks have come to the end, since another one may still read its shards.
+
+Rank 0 collects the goodbyes, and answers when all have come, so that a rank makes one connection however many ranks there are.
+A rank whose process is gone counts as gone, and a rank that ends by an exception does not wait for anybody.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import sys
+import time
+import weakref
+
+from ...errors import MissingRankError
+from ...log import ANY_RANK, logger
+from .partners import Partners
+from .service import Service
+
+__all__ = ["stay_until_all_leave"]
+
+_LOOK = 1.0  # seconds between two looks at ranks that have not said goodbye
+_SLOW = 10.0  # seconds after which a rank says what it waits for
+
+
+def stay_until_all_leave(service: Service, partners: Partners, seconds: float) -> None:
+    """Have this process serve on at its end, for at most `seconds`. Neither object is kept alive."""
+    # Multiprocessing's finalizers run at the end of its child processes, too, which atexit's functions do not.
+    multiprocessing.util.Finalize(
+        service, _stay, (weakref.ref(service), weakref.ref(partners), seconds), exitpriority=0
+    )
+
+
+def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners], seconds: float) -> None:
+    service, partners = service_ref(), partners_ref()
+    if service is None or partners is None or sys.exc_info()[0] is not None or hasattr(sys, "last_value"):
+        return
+    models = service.leave()  # which are kept alive as long as this function runs
+    if not models:
+        return
+    deadline, told = time.monotonic() + seconds, False
+    begin = time.monotonic()
+    missing = set(range(len(partners))) - {service.rank} if service.rank == 0 else {0}
+    try:
+        if service.rank != 0:
+            partners.tell(0, ask="farewell", sender=service.rank)
+        while missing and time.monotonic() < deadline:
+            missing = {rank for rank in service.wait_for_farewells(missing, _LOOK) if partners.is_there(rank)}
+            if missing and not told and time.monotonic() > begin + _SLOW:
+                told = True
+                logger.info(
+                    "rank %d is done, and stays until ranks %s have ended, too, since they may read its part of the model.",
+                    service.rank,
+                    sorted(missing),
+                    extra=ANY_RANK,
+                )
+    except MissingRankError:
+        return  # rank 0 is gone, so nobody could be told that this rank is
+    for rank in range(1, len(partners)) if service.rank == 0 else ():
+        try:
+            partners.tell(rank, ask="farewell", sender=0)
+        except MissingRankError:
+            continue
+    del models

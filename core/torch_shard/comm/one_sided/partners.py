@@ -1,0 +1,194 @@
+"""The side of the reader: connections to the partners' services, and one read of the model's shards."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from ...errors import DivergenceError, MissingRankError
+from ..work import caller_line
+from . import wire
+from .versions import Versions
+
+__all__ = ["Partners", "Reading", "ShardPart"]
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """What a reader wants of a rank's shard.
+
+    Attributes:
+        unit, flat: the number of the unit, and that of the flat buffer in it.
+        form: "stored" for the shard as it is, or "sent" for what a gather would send.
+        start, stop: the elements of a stored shard; None for all.
+    """
+
+    unit: int
+    flat: int
+    form: Literal["stored", "sent"]
+    start: int | None = None
+    stop: int | None = None
+
+
+class Partners:
+    """This rank's connections to the services of the other ranks, each made when it is needed first.
+
+    Args:
+        rank: the number of this rank.
+        addresses: the address of each rank's service, by rank.
+        seconds: how long a partner may take to answer.
+    """
+
+    def __init__(self, rank: int, addresses: Sequence[wire.Address], seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+        self._addresses = list(addresses)
+        self._links: dict[int, socket.socket] = {}
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def ask(self, rank: int, **question: Any) -> dict[str, Any]:
+        """Ask the service of `rank`, and return its answer.
+
+        Raises:
+            MissingRankError: it does not answer.
+        """
+        with self._of(rank) as link:
+            wire.send(link, question)
+            return wire.receive(link)
+
+    def tell(self, rank: int, **message: Any) -> None:
+        """Tell the service of `rank` something that it does not answer.
+
+        Raises:
+            MissingRankError: it can't be reached.
+        """
+        with self._of(rank) as link:
+            wire.send(link, message)
+
+    def is_there(self, rank: int) -> bool:
+        """Return True if the service of `rank` answers."""
+        with contextlib.suppress(MissingRankError):
+            self.ask(rank, ask="presence")
+            return True
+        return False
+
+    @contextlib.contextmanager
+    def _of(self, rank: int) -> Iterator[socket.socket]:
+        link = self._links.get(rank)
+        try:
+            if link is None:
+                link = self._links[rank] = wire.connect(self._addresses[rank], self.seconds)
+                wire.send(link, {"secret": self._addresses[rank].secret, "rank": self.rank})
+            yield link
+        except (OSError, EOFError) as error:
+            if link is not None:
+                link.close()
+                self._links.pop(rank, None)
+            raise MissingRankError(
+                f"rank {self.rank} reads the model alone at {caller_line()}, and rank {rank}, which holds a part of it, does "
+                f"not answer: it has stopped at an error, or its process is gone; see its log. ({error})"
+            ) from error
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    # -- one read -----------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def reading(self, members: Sequence[int], model: str, versions: Versions) -> Iterator[Reading]:
+        """Return a context in which the shards of `model` can be read from `members`, in the version that this rank has.
+
+        No rank changes its shards meanwhile.
+
+        Raises:
+            DivergenceError: a rank has changed its shards since then, or does not come to make the changes of this one.
+            MissingRankError: a rank is gone.
+        """
+        others = [rank for rank in members if rank != self.rank]
+        asked: list[int] = []
+        try:
+            question = {"ask": "admit", "model": model, "version": versions.finished, "seconds": self.seconds}
+            for rank in others:
+                self.tell(rank, **question)
+                asked.append(rank)
+            answers = {rank: self._receive(rank) for rank in others}  # all of them, before any is looked at
+            for rank, answer in answers.items():
+                self._check(rank, answer, versions.finished)
+            yield Reading(self, list(members), model)
+        finally:
+            for rank in asked:
+                with contextlib.suppress(MissingRankError):
+                    self.tell(rank, ask="dismiss")
+
+    def _receive(self, rank: int) -> dict[str, Any]:
+        with self._of(rank) as link:
+            link.settimeout(2 * self.seconds)  # the partner itself waits for at most `seconds`
+            return wire.receive(link)
+
+    def _check(self, rank: int, answer: dict[str, Any], version: int) -> None:
+        outcome, where = answer["outcome"], f"rank {self.rank} reads the model alone at {caller_line()}"
+        if outcome == "ahead":
+            raise DivergenceError(
+                f"{where}, after {version} changes of its parameters (steps, edits, loads), but rank {rank} has already made "
+                f"the next one, at {answer['line']}. The values that this rank has are gone there. Read before backward or "
+                "behind the optimizer's step; or on every rank."
+            )
+        if outcome == "behind":
+            raise DivergenceError(
+                f"{where}, after {version} changes of its parameters (steps, edits, loads), but rank {rank} has made "
+                f"{answer['finished']}, the latest at {answer['line']}, and did not make the others within {self.seconds:g} s. "
+                "Change parameters on every rank."
+            )
+        if outcome == "unknown":
+            raise DivergenceError(
+                f"{where}, and rank {rank} has no such model (any more). Keep the model on every rank until all ranks have "
+                "read it; a copy must have been made on every rank, too."
+            )
+
+
+class Reading:
+    """A running one-sided read of one version of a model's shards.
+
+    Attributes:
+        bytes_read: how many bytes have come from other ranks.
+    """
+
+    def __init__(self, partners: Partners, members: list[int], model: str) -> None:
+        self._partners, self._members, self._model = partners, members, model
+        self.bytes_read = 0
+
+    def fill(self, slots: Sequence[torch.Tensor], parts: Sequence[ShardPart]) -> None:
+        """Fill the slots of the other ranks, one slot and part for each member, with their shards of a flat buffer.
+
+        On the CPU a slot, which is contiguous, is filled in place. An empty one is not asked for.
+        """
+        partners = self._partners
+        wanted = zip(self._members, slots, parts, strict=True)
+        others = [(rank, slot, part) for rank, slot, part in wanted if rank != partners.rank and slot.numel()]
+        try:
+            for rank, _, part in others:  # all of them prepare at the same time
+                partners.tell(rank, ask="shard", model=self._model, part=asdict(part))
+            for rank, slot, _ in others:
+                with partners._of(rank) as link:
+                    self._fill(link, slot)
+        except BaseException:
+            partners.close()  # or later answers would be taken for those of other questions
+            raise
+
+    def _fill(self, link: socket.socket, slot: torch.Tensor) -> None:
+        answer = wire.receive(link)
+        if answer["nbytes"] != slot.nbytes:
+            raise EOFError(answer.get("error", f"it sends {answer['nbytes']} bytes instead of {slot.nbytes}"))
+        host = slot if slot.device.type == "cpu" else torch.empty_like(slot, device="cpu")
+        wire.receive_into(link, host)
+        if host is not slot:
+            slot.copy_(host)
+        self.bytes_read += slot.nbytes

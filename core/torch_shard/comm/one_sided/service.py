@@ -1,0 +1,208 @@
+"""The service of one rank: it hands out the rank's shards to partners that ask, and says what the rank's main thread does.
+
+A thread waits for connections, and one more serves each partner that has connected. Both sleep unless a partner asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import socket
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from ...log import logger
+from ..ports import ShardSource
+from . import wire
+from .partners import ShardPart
+
+__all__ = ["Service"]
+
+# Where a thread waits that computes nothing: the names of packages, as they begin.
+_WAITS = (
+    "torch.distributed.",
+    "torch_shard.comm.",
+    "accelerate.utils.operations",
+    "lightning.fabric.utilities.distributed",
+    "lightning.fabric.plugins.collectives",
+)
+
+
+class Service:
+    """Serves the shards of one rank to its partners, for all engines over one set of process groups.
+
+    Attributes:
+        address: where the service listens.
+        lock: protects :attr:`issued` and :attr:`promised`.
+        issued: the number of comparisons that this rank has issued.
+        promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
+        served: when a partner was served last, by ``time.monotonic()``.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Start to listen, as `rank` of the engines' ranks."""
+        self.rank = rank
+        self._server, self.address = wire.listen()
+        self.lock = threading.Lock()
+        self.issued = self.promised = 0
+        self.served = 0.0
+        self._left = threading.Event()  # the rank's script has ended, or it has left the group
+        self._sources: dict[str, weakref.ref[ShardSource]] = {}
+        self._main = threading.get_ident()  # the thread that trains
+        self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
+        self._farewell = threading.Condition()
+        thread = threading.Thread(target=_accept, args=(self._server, weakref.ref(self)), name="torch_shard service")
+        thread.daemon = True
+        thread.start()
+        # An accepting thread is woken by a shutdown of its socket, not by closing it.
+        weakref.finalize(self, _close, self._server).atexit = False
+
+    def offer(self, key: str, source: ShardSource) -> None:
+        """Serve the shards of a model, which all ranks know under `key`. The model is not kept alive."""
+        self._sources[key] = weakref.ref(source)
+
+    def leave(self) -> list[ShardSource]:
+        """Note that the rank's script does not come to another collective; return the models that are served."""
+        self._left.set()
+        return [source for ref in self._sources.values() if (source := ref()) is not None]
+
+    # -- what a partner may ask ---------------------------------------------------------------------------------
+    def converse(self, link: socket.socket) -> None:
+        """Answer the questions of one partner until it closes the connection."""
+        admitted: list[Any] = []
+        try:
+            hello = wire.receive(link)
+            if not hmac.compare_digest(str(hello.get("secret")), self.address.secret):
+                return
+            while True:
+                request = wire.receive(link)
+                self.served = time.monotonic()
+                self._answer(link, request, admitted)
+        except (OSError, EOFError):
+            pass  # the partner is gone, or has closed
+        finally:
+            self._dismiss(link, admitted)
+            link.close()
+
+    def _answer(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
+        kind = request["ask"]
+        if kind == "whereabouts":
+            about = [request[name] for name in ("comparison", "insist", "sure", "place")]
+            state, place = self._whereabouts(*about)
+            wire.send(link, {"state": state, "place": place})
+        elif kind == "admit":
+            source = self._source(request["model"])
+            if source is None:
+                wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
+                return
+            answer = source.versions.admit(link, request["version"], request["seconds"])
+            if answer.outcome == "admitted":
+                admitted.append(source)
+            wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
+        elif kind == "shard":
+            self._send_shard(link, request)
+            self.served = time.monotonic()
+        elif kind == "dismiss":
+            self._dismiss(link, admitted)
+        elif kind == "presence":
+            wire.send(link, {})
+        elif kind == "farewell":
+            with self._farewell:
+                self.farewells.add(request["sender"])
+                self._farewell.notify_all()
+
+    def _source(self, key: str) -> ShardSource | None:
+        found = self._sources.get(key)
+        return None if found is None else found()
+
+    def _send_shard(self, link: socket.socket, request: dict[str, Any]) -> None:
+        source = self._source(request["model"])
+        try:
+            if source is None:
+                raise RuntimeError("the model is gone")
+            with torch.inference_mode(False), torch.no_grad():
+                shard = source.shard_to_send(ShardPart(**request["part"]))
+        except Exception as error:  # the reader must hear of it, and this thread must not end
+            logger.log(logging.DEBUG, "rank %d can't serve a read: %s", self.rank, error)
+            wire.send(link, {"nbytes": -1, "error": f"{type(error).__name__}: {error}"})
+            return
+        wire.send(link, {"nbytes": shard.nbytes})
+        wire.send_tensor(link, shard)
+
+    @staticmethod
+    def _dismiss(link: socket.socket, admitted: list[Any]) -> None:
+        for source in admitted:
+            source.versions.dismiss(link)
+        admitted.clear()
+
+    def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str) -> tuple[str, str]:
+        """Return what the main thread does, for a partner that waits in a comparison, and where it waits.
+
+        "here": it has issued that comparison. "away": it has not, and this rank promises to say, when it comes there, that the
+        partner has gone on alone. It promises where the partner insists, where the main thread still waits in the place where
+        the partner has `seen` it, and where its script has ended. "waiting": it waits for something else. "busy": it computes.
+
+        If the partner has to be `sure`, a wait for one of the engine's collectives is none in which the main thread will stay.
+        """
+        place = self._waits_in()
+        if sure and place.startswith("torch_shard."):
+            place = ""
+        with self.lock:
+            if self.issued >= comparison:
+                return "here", ""
+            waits = bool(place) and place == seen
+            if insist or waits or self._left.is_set() or (self.promised >= comparison and not sure):
+                self.promised = max(self.promised, comparison)
+                return "away", ""
+        return ("waiting", place) if place else ("busy", "")
+
+    def _waits_in(self) -> str:
+        """Return the place in which the main thread waits for other ranks; "" if it does not."""
+        frame = sys._current_frames().get(self._main)
+        if frame is None:
+            return "gone"
+        name = frame.f_globals.get("__name__", "")
+        return f"{name}:{frame.f_lineno}" if name.startswith(_WAITS) or f"{name}." in _WAITS else ""
+
+    # -- goodbye ------------------------------------------------------------------------------------------------
+    def wait_for_farewells(self, ranks: set[int], seconds: float) -> set[int]:
+        """Wait for at most `seconds` until `ranks` have said goodbye; return those that have not."""
+        deadline = time.monotonic() + seconds
+        with self._farewell:
+            while not ranks <= self.farewells:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._farewell.wait(left)
+            return ranks - self.farewells
+
+    def close(self) -> None:
+        """Stop to listen."""
+        _close(self._server)
+
+
+def _accept(server: socket.socket, service: weakref.ref[Service]) -> None:
+    while True:
+        try:
+            link, _ = server.accept()
+        except OSError:
+            return  # closed
+        found = service()
+        if found is None:
+            link.close()
+            return
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        threading.Thread(target=found.converse, args=(link,), name="torch_shard partner", daemon=True).start()
+        del found
+
+
+def _close(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
+    server.close()

@@ -1,0 +1,138 @@
+"""The version of one model's shards on this rank, and the lock between changes and readers of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ...errors import MissingRankError
+from ..work import caller_line
+
+__all__ = ["Admission", "Versions"]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The answer to a reader that wants to read one version of the shards.
+
+    Attributes:
+        outcome: "admitted"; "ahead" if the shards have changed since that version, or are changing; "behind" if they have not
+            reached it in time.
+        finished: the version that the shards have.
+        line: the line of user code that has made the latest change, or makes one now.
+    """
+
+    outcome: Literal["admitted", "ahead", "behind"]
+    finished: int
+    line: str
+
+
+class Versions:
+    """Counts the changes of a model's shards: optimizer steps, edits and loads.
+
+    All ranks make the same changes, so that equal counts mean one version of the model. A change waits while readers are
+    admitted, and a reader is admitted between changes only. Changes are made by one thread; readers are served by others.
+
+    Attributes:
+        finished: how many changes have ended.
+        event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
+    """
+
+    def __init__(self, device: torch.device, rank: int, seconds: float) -> None:
+        """`rank`: this rank, for messages; `seconds`: how long a change waits for readers."""
+        self._rank, self._seconds = rank, seconds
+        self._on_cuda = device.type == "cuda"
+        self.event: Any = None
+        self._state = threading.Condition()
+        self._readers: set[object] = set()
+        self._depth = 0  # running changes, of which the outermost counts
+        self._line = "the start"
+        self.finished = 0
+
+    # -- changes ------------------------------------------------------------------------------------------------
+    def begin_change(self) -> None:
+        """Wait until nobody reads, and admit no reader from now on. Calls may be nested.
+
+        Raises:
+            MissingRankError: a read has not ended within the time that process groups wait; nothing has changed.
+        """
+        if not self._depth:
+            line = caller_line()
+            with self._state:
+                if not self._state.wait_for(lambda: not self._readers, self._seconds):
+                    raise MissingRankError(
+                        f"rank {self._rank} waited {self._seconds:g} s at {line} to change parameters, which another rank still "
+                        "reads, perhaps inside engine.gathered() with a barrier in it. Leave gathered() before the barrier."
+                    )
+                self._depth, self._line = 1, line
+        else:
+            self._depth += 1
+
+    def end_change(self) -> None:
+        """End the change that :meth:`begin_change` has begun; the outermost one makes a new version."""
+        if self._depth > 1:
+            self._depth -= 1
+        elif self._depth:
+            self._end()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Return a context in which the shards are changed."""
+        self.begin_change()
+        try:
+            yield
+        finally:
+            self.end_change()
+
+    def pause_change(self) -> None:
+        """Admit readers although a change has begun, since it has changed nothing so far, or waits for something."""
+        with self._state:
+            self._depth = 0
+            self._state.notify_all()
+
+    def note_change(self) -> None:
+        """Count a change that has been made, by an operation that all ranks take part in; end a running one."""
+        if not self._depth:
+            self._line = caller_line()
+        self._end()
+
+    def abandon_change(self) -> None:
+        """End a change that was left by an exception, say of an optimizer's step; what it has changed so far counts."""
+        if self._depth:
+            self._end()
+
+    def _end(self) -> None:
+        if self._on_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+        with self._state:
+            self._depth = 0
+            self.finished += 1
+            self._state.notify_all()
+
+    # -- readers ------------------------------------------------------------------------------------------------
+    def admit(self, reader: object, version: int, seconds: float) -> Admission:
+        """Admit a reader of `version`, once the shards have reached it, for at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        with self._state:
+            while self.finished < version:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return Admission("behind", self.finished, self._line)
+                self._state.wait(left)
+            if self.finished > version or self._depth:
+                return Admission("ahead", self.finished, self._line)
+            self._readers.add(reader)
+            return Admission("admitted", self.finished, self._line)
+
+    def dismiss(self, reader: object) -> None:
+        """End the reads of a reader, if it was admitted."""
+        with self._state:
+            self._readers.discard(reader)
+            self._state.notify_all()

@@ -1,0 +1,119 @@
+"""Messages over a socket: a JSON object, and the bytes of a tensor behind it where the object says so."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Address", "connect", "listen", "receive", "receive_into", "send", "send_tensor"]
+
+_LENGTH = struct.Struct("!I")
+_LONGEST = 1 << 20  # bytes of a JSON object; a stranger that connects must not make us allocate more
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank's service listens: the host's name, its address in the network of the ranks, the port, and a secret."""
+
+    host: str
+    network: str
+    port: int
+    secret: str
+
+    def to_json(self) -> str:
+        """Return the address as text."""
+        return json.dumps(asdict(self))
+
+
+def listen() -> tuple[socket.socket, Address]:
+    """Open a socket on which partners may connect, and return it with its address."""
+    one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
+    server = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=128)
+    network = "127.0.0.1" if one_host else _own_address()
+    return server, Address(socket.gethostname(), network, server.getsockname()[1], os.urandom(16).hex())
+
+
+def _own_address() -> str:
+    """Return the address that this host has in the network of the rendezvous."""
+    master = os.environ.get("MASTER_ADDR", "")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master or "192.0.2.1", 1))  # sends nothing: the system only chooses a route
+            found: str = probe.getsockname()[0]
+        if not found.startswith("127."):
+            return found
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def connect(address: Address, seconds: float) -> socket.socket:
+    """Connect to a partner's service.
+
+    Raises:
+        OSError: nobody listens there, or not within `seconds`.
+    """
+    host = "127.0.0.1" if address.host == socket.gethostname() else address.network
+    link = socket.create_connection((host, address.port), timeout=seconds)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
+
+
+def send(link: socket.socket, message: dict[str, Any]) -> None:
+    """Send a JSON object."""
+    data = json.dumps(message).encode()
+    link.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(link: socket.socket) -> dict[str, Any]:
+    """Receive a JSON object.
+
+    Raises:
+        EOFError: the other side has closed the connection.
+    """
+    header = bytearray(_LENGTH.size)
+    _fill(link, memoryview(header))
+    (length,) = _LENGTH.unpack(header)
+    if length > _LONGEST:
+        raise EOFError("the other side does not speak this protocol")
+    data = bytearray(length)
+    _fill(link, memoryview(data))
+    message: dict[str, Any] = json.loads(data)
+    return message
+
+
+def send_tensor(link: socket.socket, tensor: torch.Tensor) -> None:
+    """Send the memory of a contiguous CPU tensor."""
+    if tensor.nbytes:
+        link.sendall(_memory(tensor))
+
+
+def receive_into(link: socket.socket, tensor: torch.Tensor) -> None:
+    """Fill the memory of a contiguous CPU tensor.
+
+    Raises:
+        EOFError: the other side has closed the connection.
+    """
+    if tensor.nbytes:
+        _fill(link, _memory(tensor))
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    # Not through NumPy, which knows no bfloat16; the caller keeps the tensor.
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _fill(link: socket.socket, memory: memoryview) -> None:
+    at = 0
+    while at < len(memory):
+        count = link.recv_into(memory[at:])
+        if not count:
+            raise EOFError("the other side has closed the connection")
+        at += count

@@ -1,0 +1,201 @@
+"""Reads of a model by this rank alone, while the other ranks do something else.
+
+What only reads the model (a forward without gradients, a state dict, one value) is met by all ranks, which then use collectives,
+or it concerns this rank alone, which then reads the shards of the others one-sidedly. :meth:`LoneReads.meet` decides, where the
+ranks compare their operations anyway. A lone read leaves no trace in what the ranks compare and remember: the order of unshards,
+the sequence of operations, the states of units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..comm.work import caller_line
+from ..errors import UnitStateError
+from ..log import ANY_RANK, logger
+from ..unit.unit import State, Unit
+
+if TYPE_CHECKING:
+    from ..comm.one_sided.partners import Reading
+    from .runtime import Runtime
+
+__all__ = ["LoneReads"]
+
+
+class LoneReads:
+    """The lone reads of one model.
+
+    Attributes:
+        running: a lone read is running.
+        reading: that read; None while none is running.
+        count, bytes_read: how many there were, and how many bytes they have read from other ranks.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._open: contextlib.ExitStack | None = None
+        self.reading: Reading | None = None
+        self._units: list[Unit] = []  # those that are unsharded for the running read
+        self._reported: set[str] = set()  # lines that the log has named
+        self._together: set[tuple[int, int]] = set()  # see `follows`
+        self.count = self.bytes_read = 0
+
+    @property
+    def running(self) -> bool:
+        return self._open is not None
+
+    # -- alone or together --------------------------------------------------------------------------------------
+    def meet(
+        self,
+        what: str,
+        notes: Sequence[tuple[int, str]],
+        payload: torch.Tensor | None = None,
+        sure: bool = False,
+    ) -> torch.Tensor | None:
+        """Compare the ranks' operations before one that only reads; return what the comparison returns. Collective.
+
+        Returns None if this rank reads alone. The read is running then, until :meth:`end`.
+
+        Args:
+            what: the comparison, for messages.
+            notes: the operations to note, each with its code and text.
+            payload: see :meth:`~torch_shard.comm.divergence.OperationSequence.check`.
+            sure: read alone only if the others surely do something else, not because they are late. (The result may be part of a
+                graph, whose backward would be an error.)
+        """
+        runtime = self._runtime
+        if self._open is not None:
+            return None
+        if runtime.collectives.world == 1:
+            for code, text in notes:
+                runtime.operations.note(code, text)
+            return payload if payload is not None else torch.empty(0, device="cpu")
+        alone_after = self._alone_after
+        if sure and alone_after is not None:
+            alone_after = math.inf
+        # One rank may come from before a step to the same read to which another comes from behind it.
+        version = runtime.versions.finished
+        notes = [*notes, (version, f"reads the model after {version} changes")]
+        found = runtime.operations.meet(what, notes, alone_after, payload)
+        if found is None:
+            self._begin(what)
+        return found
+
+    @property
+    def _alone_after(self) -> float | None:
+        runtime = self._runtime
+        groups = runtime.collectives.watchdog.channels["control"].groups
+        if runtime.config.alone == "error" or groups.comparisons.service is None or runtime.solo:
+            return None
+        if any(unit.distributed for unit in runtime.units):
+            return None  # the modules themselves compute together
+        return runtime.config.alone_after
+
+    def follows(self, place: tuple[int, int]) -> bool:
+        """Return True if all ranks have made a small read in this place of a step before; not collective.
+
+        The place is the hash of what came before in the step, with the code of the read. So a read that comes in each step is
+        compared once only.
+        """
+        return place in self._together
+
+    def note_together(self, place: tuple[int, int]) -> None:
+        """Remember a small read, by its place in the step and its code, that all ranks have made."""
+        if len(self._together) < 10_000:
+            self._together.add(place)
+
+    # -- a lone read --------------------------------------------------------------------------------------------
+    def _begin(self, what: str) -> None:
+        runtime = self._runtime
+        c = runtime.collectives
+        partners = c.watchdog.channels["control"].groups.comparisons.partners
+        assert partners is not None
+        members = c.topology.shard_group_of(c.world_rank)
+        with contextlib.ExitStack() as stack:
+            self.reading = stack.enter_context(partners.reading(members, runtime.key, runtime.versions))
+            self._open = stack.pop_all()
+        self.count += 1
+        line = caller_line()
+        if line not in self._reported:
+            self._reported.add(line)
+            logger.info(
+                "rank %d reads the model alone at %s (%s): the other ranks are elsewhere. All ranks together would be faster; "
+                "this is said once for each line.",
+                c.world_rank,
+                line,
+                what,
+                extra=ANY_RANK,
+            )
+
+    def unshard(self, unit: Unit) -> None:
+        """Unshard a unit for the running lone read."""
+        unit.wait()
+        idle = not (unit.running or unit.uses or unit.kept or unit.is_summoned)
+        if idle and unit.state is State.FULL and unit.gathers and (unit.is_stale() or unit.outdated):
+            self._reshard(unit)
+        for other in self._units:
+            if other is not unit:
+                self._free(other)
+        self._units = [other for other in self._units if other.state is not State.SHARDED]
+        if unit.state is State.SHARDED:
+            unit.unshard_alone()
+            self._units.append(unit)
+        unit.wait()
+        unit.note_stream()
+
+    def _free(self, unit: Unit) -> None:
+        if not (unit.running or unit.is_summoned or unit.state is State.SHARDED):
+            self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
+        # Under `shard_optim`, too, where a current unit stays unsharded: the other ranks' units are not, so that all gather it.
+        unit.reshard()
+        self._runtime.schedule.gathered.pop(unit.index, None)
+
+    def end(self) -> None:
+        """End the running lone read, if there is one."""
+        if self._open is None:
+            return
+        stack, self._open = self._open, None
+        try:
+            for unit in self._units:
+                self._free(unit)
+        finally:
+            self._units = []
+            self.bytes_read += self.reading.bytes_read if self.reading is not None else 0
+            self.reading = None
+            stack.close()
+
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[Reading | None]:
+        """Return a context in which this rank reads alone, whatever the others do; None where it may not."""
+        if self._runtime.collectives.world > 1 and self._alone_after is None:
+            yield None
+            return
+        with self.until_end():
+            if self._open is None:
+                self._begin(what)
+            yield self.reading
+
+    @contextlib.contextmanager
+    def until_end(self) -> Iterator[None]:
+        """Return a context at whose end a lone read that began inside ends, for operations outside any forward."""
+        outer = self._open
+        try:
+            yield
+        finally:
+            if outer is None:
+                self.end()
+
+    def refuse(self, what: str) -> None:
+        """Raise if a lone read is running: `what` concerns all ranks."""
+        if self._open is not None:
+            raise UnitStateError(
+                f"rank {self._runtime.collectives.world_rank}: {what} at {caller_line()} inside a read of the model by this rank "
+                "alone; it concerns all ranks. Call it outside, on every rank."
+            )

@@ -1,0 +1,119 @@
+"""Ranks that die while one rank reads alone: errors within the limit, nobody hangs, nobody goes on with half a model."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.support.ranks import run
+from torch_shard.comm.one_sided.partners import Reading
+from torch_shard.comm.one_sided.service import Service
+from torch_shard.errors import ShardError
+
+LIMIT = 3.0
+
+
+def made() -> tuple[nn.Module, torch_shard.Engine]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    return model, torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=LIMIT, alone_after=0.1)
+
+
+def dies(*_: Any) -> None:
+    os._exit(3)
+
+
+def read(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.ones(1, 8))
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(1, 8)).sum().backward()
+
+
+def outcome(work: Any, *args: Any) -> str:
+    """Return the error that `work` ends with, which comes within the limit; "" if it ends without."""
+    begin = time.monotonic()
+    try:
+        work(*args)
+    except ShardError as error:
+        return type(error).__name__
+    finally:
+        assert time.monotonic() < begin + 3 * LIMIT + 5
+    return ""
+
+
+def body(rank: int, world_size: int, who: str, phase: str) -> str:
+    model, _ = made()
+    step(model)
+    model.zero_grad()
+    victim = {"the reader": 0, "a server": 1}[who]
+    if rank == victim:
+        if phase == "before it":
+            dies()
+        elif phase == "as it is asked":
+            Service._answer = Reading.fill = dies  # type: ignore[assignment,method-assign]
+        elif phase == "within it":
+            of = Service._send_shard if rank == 1 else Reading._fill
+            left = [2]
+
+            def counted(*args: Any) -> Any:
+                left[0] -= 1
+                return of(*args) if left[0] else dies()
+
+            setattr(*((Service, "_send_shard") if rank == 1 else (Reading, "_fill")), counted)
+    if rank == 0:
+        return outcome(read, model)
+    if rank == 1 and who == "a server":
+        time.sleep(60)  # it computes until it dies
+    return outcome(step, model)
+
+
+@pytest.mark.parametrize("phase", ["before it", "as it is asked", "within it"])
+@pytest.mark.parametrize("who", ["the reader", "a server"])
+def test_a_rank_dies_in_a_lone_read(who: str, phase: str) -> None:
+    victim = {"the reader": 0, "a server": 1}[who]
+    found = run(3, body, who, phase, may_die=(victim,), timeout=50)
+    assert found[victim] is None
+    survivors = [kind for rank, kind in enumerate(found) if rank != victim]
+    assert set(survivors) <= {"MissingRankError", "DivergenceError"}, found
+
+
+def destroyed(rank: int, world_size: int) -> float:
+    model, _ = made()
+    together = read(model).sum().item()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank > 0:
+        time.sleep(4)  # with the model
+        return together
+    return read(model).sum().item()
+
+
+def test_a_rank_reads_after_all_have_destroyed_the_process_group() -> None:
+    first, *others = run(3, destroyed, fresh=True, timeout=40)
+    assert all(value == first for value in others)
+
+
+def test_a_lone_edit_does_not_reach_the_partners_and_is_an_error() -> None:
+    editor, partner = run(2, edits, timeout=40)
+    assert editor == "DivergenceError"  # in its read
+    assert partner in ("DivergenceError", "MissingRankError")  # in its step, to which the editor does not come
+
+
+def edits(rank: int, world_size: int) -> str:
+    model, _ = made()
+    if rank == 0:
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        found = outcome(read, model)
+        assert found == "DivergenceError"
+    return outcome(step, model) if rank else found

@@ -1,0 +1,312 @@
+"""One rank reads the model alone, as under DDP, while the others do something else: values, errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.support.ranks import ranks
+from torch_shard import Precision
+from torch_shard.errors import DivergenceError
+
+Read = Callable[[nn.Module, torch_shard.Engine], Any]
+
+
+class Net(nn.Module):
+    """Blocks, a tied head that is used outside its module, and a buffer that training changes."""
+
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+        self.norm = norm(8)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block, scale in zip(self.blocks, self.scale, strict=True):
+            x = x + scale * block(x)
+        return self.norm(x) @ self.embed.weight.T
+
+
+TOKENS = torch.arange(9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.train()
+    model(TOKENS).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def made(
+    strategy: str = "full_shard", norm: type[nn.Module] = nn.BatchNorm1d, **settings: Any
+) -> tuple[nn.Module, torch_shard.Engine, nn.Module]:
+    """Return a sharded model, its engine and a plain model, both trained for two steps."""
+    torch.manual_seed(7)
+    plain, sharded = Net(norm), Net(norm)
+    engine = torch_shard.shard(sharded, strategy=strategy, units=["blocks.*"], **settings)
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            train(model, optimizer)
+    return sharded, engine, plain
+
+
+def values(model: nn.Module) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def file_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def without_gradients(read: Read) -> Read:
+    def run(model: nn.Module, engine: torch_shard.Engine) -> Any:
+        with torch.no_grad():
+            return read(model, engine)
+
+    return run
+
+
+READS: dict[str, Read] = {
+    "a forward": lambda m, e: values(m),
+    "a part's forward": without_gradients(lambda m, e: m.blocks[1](torch.ones(2, 8))),
+    "a norm": lambda m, e: m.blocks[0][0].weight.norm(),
+    "a norm without gradients": without_gradients(lambda m, e: m.embed.weight.norm()),
+    "an item": lambda m, e: m.scale[1].item(),
+    "arithmetic": lambda m, e: m.embed.weight.detach() + torch.ones(11, 8),
+    "a row": without_gradients(lambda m, e: m.embed.weight[3]),
+    "a matrix product": without_gradients(lambda m, e: torch.ones(2, 8) @ m.embed.weight.T),
+    "a matrix product with gradients": lambda m, e: (torch.ones(2, 8) @ m.embed.weight.T).detach(),
+    "several norms": without_gradients(lambda m, e: torch.stack(torch._foreach_norm(list(m.parameters())))),
+    "a plain average": without_gradients(lambda m, e: torch.zeros(11, 8).lerp_(m.embed.weight, 0.25)),
+    "a file": lambda m, e: file_of(m),
+}
+SHARDED_ONLY: dict[str, tuple[Read, Callable[[nn.Module], Any]]] = {
+    "full_tensor": (lambda m, e: m.embed.weight.full_tensor(), lambda m: m.embed.weight.detach()),
+    "state_dict": (lambda m, e: e.state_dict(), lambda m: m.state_dict()),
+    "gathered": (lambda m, e: gathered(m, e), lambda m: m.blocks[2][0].weight.detach().clone()),
+}
+
+
+def gathered(model: nn.Module, engine: torch_shard.Engine) -> torch.Tensor:
+    with engine.gathered():
+        return model.blocks[2][0].weight.detach().clone()
+
+
+def same(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            same(found[key], value)
+    else:
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found, expected)
+
+
+def elsewhere(where: str) -> None:
+    """What the other ranks do meanwhile, beside the step that follows."""
+    if where == "in a barrier":
+        dist.barrier()
+    elif where == "computing":
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("where", ["in the next step", "in a barrier", "computing"])
+@pytest.mark.parametrize("read", [*READS, *SHARDED_ONLY])
+@ranks(2, exhaustive=(3,))
+def test_a_rank_reads_alone_what_plain_torch_gives(rank: int, read: str, where: str) -> None:
+    sharded, engine, plain = made(alone_after=0.1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (sharded, plain)]
+    for _ in range(2):
+        if rank == 0 and read in READS:
+            same(READS[read](sharded, engine), READS[read](plain, engine))
+        elif rank == 0:
+            mine, theirs = SHARDED_ONLY[read]
+            same(mine(sharded, engine), theirs(plain))
+        else:
+            elsewhere(where)
+        if where == "in a barrier" and rank == 0:
+            dist.barrier()
+        for model, optimizer in zip((sharded, plain), optimizers, strict=True):
+            train(model, optimizer)
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
+    assert engine.statistics().lone_reads > 0 or rank > 0
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero2": {"strategy": "shard_grad_op"},
+    "zero1": {"strategy": "shard_optim"},
+    "bf16": {"precision": Precision(torch.bfloat16)},
+    "offload": {"offload": "cpu"},
+    "quantized": {"quantized": torch_shard.Quantized("int8", block=32, min_size=1)},
+    "secondary": {"reshard_after_forward": 2},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@ranks(2, exhaustive=(4,))
+def test_a_lone_forward_gives_what_one_of_all_ranks_gives(rank: int, settings: str) -> None:
+    if settings == "secondary" and dist.get_world_size() == 2:
+        pytest.skip("needs more ranks than share secondary shards")
+    sharded, engine, _ = made(norm=nn.LayerNorm, **SETTINGS[settings])
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=0.01)
+    for _ in range(3):
+        train(sharded, optimizer)
+        alone = [values(sharded)] if rank == 0 else []
+        loss = sharded(TOKENS).square().mean()
+        alone += [values(sharded)] if rank == 0 else []  # between a forward and its backward
+        loss.backward()
+        optimizer.zero_grad()
+        together = values(sharded)
+        alone += [values(sharded)] if rank == 1 else []
+        assert alone
+        assert all(torch.equal(found, together) for found in alone)
+    assert engine.statistics().lone_reads >= 3
+
+
+@ranks(3)
+def test_evaluations_of_different_length(rank: int) -> None:
+    sharded, engine, plain = made()
+    for _ in range(2):
+        for batch in range(2 + 2 * rank):
+            same(values(sharded), values(plain)) if batch % 2 else values(sharded)
+        for model in (sharded, plain):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
+
+
+@ranks(2)
+def test_a_read_after_the_others_have_stepped_is_an_error_that_names_both_lines(rank: int) -> None:
+    sharded, engine, _ = made()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(TOKENS).square().mean().backward()
+    if rank == 1:
+        optimizer.step()
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(DivergenceError, match=r"rank 0 reads .*test_lone_reads.py.* rank 1 .*test_lone_reads.py"):
+            values(sharded)
+        optimizer.step()
+    dist.barrier()
+    torch.testing.assert_close(values(sharded).new_zeros(1), torch.zeros(1))  # all ranks go on
+    assert len(engine.state_dict(rank0_only=False)) > 0
+
+
+@ranks(2)
+def test_a_read_waits_for_partners_that_are_behind(rank: int) -> None:
+    sharded, _, plain = made()
+    for model in (sharded, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.train()
+        model(TOKENS).square().mean().backward()
+        if rank == 1 and model is sharded:
+            time.sleep(0.5)
+        optimizer.step()
+    if rank == 0:
+        same(sharded.embed.weight.detach() + torch.zeros(11, 8), plain.embed.weight.detach())
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_step_waits_while_a_partner_reads(rank: int) -> None:
+    sharded, engine, _ = made()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    sharded(TOKENS).square().mean().backward()
+    before = engine.state_dict(rank0_only=False)["embed.weight"]
+    if rank == 0:
+        with engine.gathered():
+            dist.barrier()
+            time.sleep(0.3)
+            assert torch.equal(sharded.embed.weight, before)
+        read = time.monotonic()
+        dist.barrier()
+    else:
+        dist.barrier()  # rank 0 reads now
+        optimizer.step()
+        stepped = time.monotonic()
+        dist.barrier()
+    at = torch.tensor([read if rank == 0 else stepped], dtype=torch.float64)  # one clock: all ranks are on one host
+    both = [torch.empty_like(at), torch.empty_like(at)]
+    dist.all_gather(both, at)
+    assert both[1] >= both[0] - 0.05
+    if rank == 0:
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_lone_backward_is_an_error_on_the_rank_that_calls_it(rank: int) -> None:
+    sharded, _, plain = made()
+    if rank == 0:
+        norm = sharded.embed.weight.norm()
+        with pytest.raises(DivergenceError, match=r"embed.weight .*alone.*test_lone_reads.py"):
+            norm.backward()
+    for model in (sharded, plain):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same(sharded.embed.weight.full_tensor(), plain.embed.weight.detach())
+
+
+@ranks(2)
+def test_alone_error_gives_the_error_to_all_ranks(rank: int) -> None:
+    sharded, _, _ = made(alone="error")
+    with pytest.raises(DivergenceError):
+        values(sharded) if rank == 0 else train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+
+
+@ranks(2)
+def test_reads_are_logged_once_a_line_with_their_bytes_in_the_statistics(rank: int) -> None:
+    sharded, engine, _ = made()
+    lines = []
+    torch_shard.log.logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
+    torch_shard.log.logger.setLevel("INFO")
+    before = engine.statistics()
+    for _ in range(3):
+        if rank == 0:
+            values(sharded)
+        train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    found = engine.statistics().since(before)
+    own = [line for line in lines if "reads the model alone" in line]
+    assert len(own) == (rank == 0)
+    assert found.lone_reads == (3 if rank == 0 else 0)
+    size = sum(p.numel() * p.element_size() for p in Net().parameters())
+    assert 3 * size / 2 - 3 * 256 <= found.lone_bytes <= 3 * size / 2 + 3 * 256 if rank == 0 else found.lone_bytes == 0
+
+
+@pytest.mark.exhaustive
+@ranks(3, timeout=900)
+def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int) -> None:
+    """Whether they meet or not: 500 evaluations, each rank up to two seconds late."""
+    sharded, _, plain = made(alone_after=0.2)
+    late = torch.Generator().manual_seed(100 + rank)
+    for n in range(500):
+        longest = 2.0 if n % 25 == 0 else 0.05
+        time.sleep(longest * torch.rand(1, generator=late).item() ** 2)
+        same(values(sharded), values(plain))
+        if n % 10 == 9:
+            for model in (sharded, plain):
+                train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+@ranks(2)
+def test_a_copy_that_only_this_rank_has_made_is_named(rank: int) -> None:
+    sharded, _, _ = made()
+    if rank == 0:
+        mine = copy.deepcopy(sharded)
+        with pytest.raises(DivergenceError, match="no such model"):
+            mine(TOKENS) if torch.is_grad_enabled() is False else values(mine)
+    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))

@@ -1,0 +1,99 @@
+"""Random programs in which ranks read the model alone anywhere give what plain training gives, or the error that is named."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.support.ranks import ranks
+from torch_shard.errors import DivergenceError
+
+STRATEGIES = ("full_shard", "full_shard", "shard_grad_op", "shard_optim")
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda model: model(torch.ones(2, 6)),
+    "part": lambda model: model[2](torch.ones(2, 6)),
+    "norm": lambda model: model[1][0].weight.norm(),
+    "row": lambda model: model[2][0].weight[1],
+    "product": lambda model: torch.ones(3, 6) @ model[0][0].weight.T,
+    "elements": lambda model: torch.zeros(10, 6) + model[1][0].weight,
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3)))
+
+
+def read(model: nn.Module, plain: nn.Module, name: str) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(READS[name](model), READS[name](plain))
+
+
+def program(seed: int, rank: int, world_size: int) -> int:
+    """Run one program, and return how many of this rank's reads have met the error that the others have stepped."""
+    shared = random.Random(seed)
+    own = random.Random(f"{seed} {rank}")
+    torch.manual_seed(seed)
+    plain = net()
+    model = net()
+    model.load_state_dict(plain.state_dict())
+    settings: dict[str, Any] = {"strategy": shared.choice(STRATEGIES), "prefetch": shared.randint(0, 2)}
+    torch_shard.shard(model, units=["0", "1", "2"] if shared.random() < 0.7 else None, alone_after=0.05, **settings)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.5)) for each in (model, plain)]
+    readers = [other for other in range(world_size) if shared.random() < 0.6]
+    late = 0
+
+    def perhaps(between: bool = False) -> None:
+        nonlocal late
+        if rank not in readers or own.random() < 0.5:
+            return
+        for _ in range(own.randint(1, 3)):
+            name = own.choice(list(READS))
+            try:
+                read(model, plain, name)
+            except DivergenceError as error:
+                if not between or "has already made" not in str(error):
+                    raise
+                late += 1
+
+    for step in range(shared.randint(2, 4)):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed * 100 + step))
+        micro_batches, evaluates = shared.randint(1, 2), shared.random() < 0.4
+        for _ in range(micro_batches):
+            perhaps()
+            losses = [each(x).square().mean() for each, _ in pairs]
+            perhaps()
+            for loss in losses:
+                loss.backward()
+            perhaps(between=True)
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+        perhaps()
+        if evaluates:
+            read(model, plain, "forward")
+    with torch.no_grad():
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.detach(), msg=name)
+    dist.barrier()  # a rank whose model is gone serves nobody
+    return late
+
+
+@ranks(2, 3, timeout=60)
+def test_a_few_programs(rank: int, world_size: int) -> None:
+    for seed in range(12):
+        program(seed, rank, world_size)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(4))
+@ranks(2, 3, 4, timeout=600)
+def test_many_programs(rank: int, world_size: int, part: int) -> None:
+    for seed in range(1000 + 100 * part, 1000 + 100 * part + 84):
+        program(seed, rank, world_size)
