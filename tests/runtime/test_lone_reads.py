@@ -304,7 +304,7 @@ def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int) -> None:
 
 @ranks(2)
 def test_a_copy_that_only_this_rank_has_made_is_named(rank: int) -> None:
-    sharded, _, _ = made()
+    sharded, _, _ = made(timeout=2.0)
     if rank == 0:
         mine = copy.deepcopy(sharded)
         with pytest.raises(DivergenceError, match="no such model"):

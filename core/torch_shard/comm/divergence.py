@@ -42,6 +42,7 @@ class OperationSequence:
         self.history: list[str] = []
         self.batch = ""  # set by a front end: whether the forwards that begin now run on this rank's last batch
         self.on_difference: Callable[[], None] = lambda: None
+        self.on_unlike_loads: Callable[[], None] = lambda: None
 
     def note(self, code: int, text: str) -> None:
         """Add one operation to this rank's sequence."""
@@ -166,8 +167,7 @@ class OperationSequence:
                 watchdog.channels["control"].groups.abort(watchdog.rank, error)
             raise
 
-    @staticmethod
-    def _raise(answers: list[Any]) -> NoReturn:
+    def _raise(self, answers: list[Any]) -> NoReturn:
         if len({number for *_, number, _ in answers}) > 1:
             places = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(answers)]
             raise DivergenceError(
@@ -183,6 +183,7 @@ class OperationSequence:
         ]
         differ = f"; the first difference is operation {first} of this step: " + "; ".join(places)
         if any(text.startswith(LOADS) for text in now):
+            self.on_unlike_loads()
             raise DivergenceError(
                 f"the ranks did not load alike{differ}. Each rank loads its own shards only, so the parameters are now partly "
                 "old and partly new: load on every rank (model.load_state_dict or engine.load_state_dict, not under `if rank "

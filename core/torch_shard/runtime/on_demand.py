@@ -193,8 +193,8 @@ class OnDemand:
             return False
         note = zlib.crc32(text.encode()), text
         place = runtime.operations.hash, note[0]
-        # A regulariser in the loss, which comes in each step, is compared once. What else all ranks have read together here may be
-        # read by one rank alone the next time.
+        # A regulariser in the loss, which comes in each step, is compared once. What else all ranks have read together here may
+        # be read by one rank alone the next time.
         if recording and runtime.lone.follows(place) and not runtime.lone.running:
             runtime.operations.note(*note)
             return False

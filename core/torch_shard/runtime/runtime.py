@@ -81,6 +81,7 @@ class Runtime:
         self.versions = Versions(
             collectives.device, collectives.world_rank, group_timeout(collectives.device)
         )  # of the shards
+        self.operations.on_unlike_loads = self.versions.restart  # the load that has to follow makes the versions equal again
         self.lone = LoneReads(self)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks

@@ -54,6 +54,7 @@ class Service:
         self.served = 0.0
         self._left = threading.Event()  # the rank's script has ended, or it has left the group
         self._sources: dict[str, weakref.ref[ShardSource]] = {}
+        self._offered = threading.Condition()
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
         self._farewell = threading.Condition()
@@ -65,7 +66,9 @@ class Service:
 
     def offer(self, key: str, source: ShardSource) -> None:
         """Serve the shards of a model, which all ranks know under `key`. The model is not kept alive."""
-        self._sources[key] = weakref.ref(source)
+        with self._offered:
+            self._sources[key] = weakref.ref(source)
+            self._offered.notify_all()
 
     def leave(self) -> list[ShardSource]:
         """Note that the rank's script does not come to another collective; return the models that are served."""
@@ -97,6 +100,8 @@ class Service:
             state, place = self._whereabouts(*about)
             wire.send(link, {"state": state, "place": place})
         elif kind == "admit":
+            with self._offered:  # this rank may still be in the shard() from which the partner has returned
+                self._offered.wait_for(lambda: request["model"] in self._sources, request["seconds"])
             source = self._source(request["model"])
             if source is None:
                 wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})

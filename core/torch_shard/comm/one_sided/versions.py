@@ -107,6 +107,12 @@ class Versions:
         if self._depth:
             self._end()
 
+    def restart(self) -> None:
+        """Count anew: the ranks have made different changes. Call on all ranks, which must load all parameters next."""
+        with self._state:
+            self.finished = 0
+            self._state.notify_all()
+
     def _end(self) -> None:
         if self._on_cuda:
             self.event = torch.cuda.Event()
