@@ -78,10 +78,10 @@ class Runtime:
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
         self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
-        self.versions = Versions(
-            collectives.device, collectives.world_rank, group_timeout(collectives.device)
-        )  # of the shards
-        self.operations.on_unlike_loads = self.versions.restart  # the load that has to follow makes the versions equal again
+        # Of the shards.
+        self.versions = Versions(collectives.device, collectives.world_rank, group_timeout(collectives.device))
+        # The load that has to follow makes the versions equal again.
+        self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks
