@@ -11,6 +11,8 @@ from types import FrameType
 
 from torch.nn.modules import module
 
+from ..utils.thread_frames import frames_of_threads
+
 __all__ = ["ended", "forward_frame"]
 
 
@@ -27,7 +29,7 @@ def ended(*nested: list[FrameType | None]) -> set[FrameType]:
     innermost = [frames[-1] for frames in nested if frames]
     if all(frame is None or _is_in(sys._getframe(1), frame) for frame in innermost):
         return set()  # where the innermost frame runs, so do those around it
-    stacks = list(sys._current_frames().values())  # a forward may run in another thread
+    stacks = list(frames_of_threads().values())  # a forward may run in another thread
     known = {frame for frames in nested for frame in frames if frame is not None}
     return {frame for frame in known if not any(_is_in(stack, frame) for stack in stacks)}
 

@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import logging
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from ...log import logger
+from ...utils.thread_frames import frames_of_threads
 from ..ports import ShardSource
 from . import wire
 from .partners import ShardPart
@@ -169,7 +169,7 @@ class Service:
 
     def _waits_in(self) -> str:
         """Return the place in which the main thread waits for other ranks; "" if it does not."""
-        frame = sys._current_frames().get(self._main)
+        frame = frames_of_threads().get(self._main)
         if frame is None:
             return "gone"
         name = frame.f_globals.get("__name__", "")
