@@ -11,6 +11,7 @@ No message is added where no rank reads alone, and nothing is agreed upon throug
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import time
@@ -63,6 +64,7 @@ class Comparisons:
         self.service: Service | None = None
         self.partners: Partners | None = None
         self._left: Pending | None = None  # the all-reduce that this rank has left behind to read alone
+        self._owed = 0  # the number of a comparison that late ranks may still come to, see `settle`
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
     def served(self) -> float:
@@ -93,7 +95,7 @@ class Comparisons:
         """
         service, reads = self.service, purpose is not Purpose.WORKS
         if self._left is not None:
-            if reads and not self._left.done():
+            if purpose is Purpose.READS and not self._left.done():
                 return False
             self._end_left(what)
         if self._error is not None:
@@ -116,11 +118,11 @@ class Comparisons:
             self._error = error  # this rank has destroyed the process groups: nobody can be met any more
             return False
         pending = Pending(watchdog, channel, number, what, work)
-        if not reads or service is None or self._come(pending, alone_after):
+        if not reads or service is None or self._come(pending, alone_after, watchdog.timeout):
             pending.wait()
             return True
         if self._error is None:
-            self._left = pending
+            self._left, self._owed = pending, number
             channel.groups.buffers[work] = message
         return False
 
@@ -134,13 +136,36 @@ class Comparisons:
         except MissingRankError as error:
             self._error = error
 
-    def _come(self, pending: Pending, alone_after: float) -> bool:
-        """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone."""
+    def settle(self, seconds: float) -> None:
+        """Wait for ranks that may still come to a read which this rank has left because they were late, for so many seconds.
+
+        Call before this rank changes the model: else those ranks would find another version. Not collective.
+        """
+        owed, self._owed = self._owed, 0
+        if not owed or self.partners is None:
+            return
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(MissingRankError):  # who is gone does not come
+            for rank in range(len(self.partners)):
+                place = ""
+                while rank != self.partners.rank and time.monotonic() < deadline:
+                    found = self.partners.ask(rank, ask="presence")
+                    stays = found["place"] and found["place"] == place
+                    if found["issued"] > owed or found["left"] or stays:
+                        break
+                    place = found["place"]
+                    time.sleep(_LOOK)
+
+    def _come(self, pending: Pending, alone_after: float, seconds: float) -> bool:
+        """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone.
+
+        Return True after so many seconds, too: the wait that follows explains who has not come.
+        """
         begin, pause = time.monotonic(), _SOON
         assert self.partners is not None
         missing = [rank for rank in range(len(self.partners)) if rank != self.partners.rank]
         places: dict[int, str] = {}
-        while missing:
+        while missing and time.monotonic() < begin + seconds:
             try:
                 if self._error is None and pending.wait_at_most(pause):
                     pending.work.wait()  # a collective that has failed counts as ended

@@ -3,10 +3,11 @@
 Each rank keeps a running hash of its operations: which units of which engine it gathered, and in which phase. The ranks
 compare their hashes in an all-reduce (MAX) of a few bytes. A message has the same size for all engines over one set of
 process groups, so that the messages of any two engines can pair without an error of the backend. A message holds eight bytes
-of hash, the complement of these bytes, the same for the hash before the present operation, flags, and a few bytes for the end of
-a backward. The hashes are equal on all ranks exactly when ``max(h) + max(255 - h) == 255`` for every byte. If they differ, the
-ranks exchange their histories, and all ranks raise the same error. But where a rank came only to read the model, it reads alone
-(:mod:`.comparisons`), and the others compare once more. If all ranks came to read, their operations before must be the same.
+of hash, the complement of these bytes, the same for the hash before the present operation and for the engine's number, flags,
+and a few bytes for the end of a backward. The hashes are equal on all ranks exactly when ``max(h) + max(255 - h) == 255`` for
+every byte. If they differ, the ranks exchange their histories, and all ranks raise the same error. But where a rank came only
+to read the model, it reads alone (:mod:`.comparisons`), and the others compare once more. If all ranks came to read one model,
+their operations before must be the same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .work import caller_line
 _HISTORY = 4096  # operations that are kept for error messages
 _RECENT = 5  # operations quoted in an error message that has only this rank's history
 _MASK = (1 << 61) - 1
-_HASHES = 32  # bytes of a message before the flags of `comparisons`
+_HASHES = 40  # bytes of a message before the flags of `comparisons`
 _HEAD = _HASHES + FLAGS
 
 
@@ -125,7 +126,8 @@ class OperationSequence:
         assert self.engine_order is not None
         number = self.number * 0x9E3779B97F4A7C15
         present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((self.hash, number), (before, 0)))
-        hashes = [*present, *(255 - b for b in present), *earlier, *(255 - b for b in earlier)]
+        engine = (self.number & 0xFFFFFFFF).to_bytes(4, "little")
+        hashes = [b for part in (present, earlier, engine) for b in (*part, *(255 - b for b in part))]
         comparisons: Comparisons = c.watchdog.channels["control"].groups.comparisons
         while True:
             message = torch.zeros(_HEAD + self.engine_order.width, dtype=torch.uint8, device="cpu")
@@ -141,7 +143,8 @@ class OperationSequence:
             if not left and _equal(h[:16]):
                 return message
             only_reads = not (left or records or works)
-            if (only_reads and not _equal(h[16:_HASHES])) or not (left or reads or (records and works)):
+            apart = only_reads and _equal(h[32:_HASHES]) and not _equal(h[16:32])
+            if apart or not (left or reads or (records and works)):
                 self._explain(what)
             if purpose is Purpose.READS or (purpose is Purpose.RECORDS and works and not (left or reads)):
                 return None
@@ -210,7 +213,8 @@ class OperationSequence:
 
 def _equal(reduced: list[int]) -> bool:
     """Return True if all ranks have sent one hash: the maxima of its bytes, and those of their complements."""
-    return all(a + b == 255 for a, b in zip(reduced[:8], reduced[8:], strict=True))
+    half = len(reduced) // 2
+    return all(a + b == 255 for a, b in zip(reduced[:half], reduced[half:], strict=True))
 
 
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.

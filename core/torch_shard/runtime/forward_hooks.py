@@ -68,7 +68,7 @@ class Forwards:
             runtime.unshard(unit, phase, "the model" if self._roots else f"{type(module).__name__} of {unit.name}")
         except BaseException:
             if not self.running:  # else the end of the outer forward does that
-                runtime.lone.end()
+                runtime.end_read()
             raise
         if phase == BACKWARD and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
@@ -119,12 +119,11 @@ class Forwards:
             return
         runtime = self.runtime
         if runtime.lone.running:
-            runtime.lone.end()
-            runtime.session = False
+            runtime.end_read()
             return
         if not recording:
             runtime.schedule.reshard_after_evaluation()
-            runtime.session = False  # what is read next, this rank may read alone
+            runtime.end_read()  # what is read next, this rank may read alone
         if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
             runtime.session = False
 
@@ -140,6 +139,7 @@ class Forwards:
             runtime.check_registrations()
         if self.depth == 0 and len(self._roots) == 1 and graph_task() == -1:
             runtime.lone.end()
+            runtime.session_before = runtime.session and not torch.is_grad_enabled()
             runtime.session = False
             if torch.is_grad_enabled():
                 runtime.schedule.reshard_unused()
@@ -160,8 +160,8 @@ class Forwards:
             runtime.buffers.due = torch.is_grad_enabled() and runtime.require_sync
         if self.depth == 0 and graph_task() == -1:
             alone = runtime.lone.running
-            runtime.lone.end()
-            runtime.session = False
+            runtime.session_before &= alone
+            runtime.end_read()
             if not (torch.is_grad_enabled() or alone):
                 runtime.schedule.reshard_unused()
 

@@ -42,7 +42,6 @@ class LoneReads:
         self.reading: Reading | None = None
         self._units: list[Unit] = []  # those that are unsharded for the running read
         self._reported: set[str] = set()  # lines that the log has named
-        self._together: set[tuple[int, int]] = set()  # see `follows`
         self.count = self.bytes_read = 0
 
     @property
@@ -92,22 +91,9 @@ class LoneReads:
         groups = runtime.collectives.watchdog.channels["control"].groups
         if runtime.config.alone == "error" or groups.comparisons.service is None or runtime.solo:
             return None
-        if any(unit.distributed for unit in runtime.units):
-            return None  # the modules themselves compute together
+        if any(unit.distributed for unit in runtime.units) or runtime.versions.changing:
+            return None  # the modules themselves compute together; within a step no version can be read
         return runtime.config.alone_after
-
-    def follows(self, place: tuple[int, int]) -> bool:
-        """Return True if all ranks have made a small read in this place of a step before; not collective.
-
-        The place is the hash of what came before in the step, with the code of the read. So a read that comes in each step is
-        compared once only.
-        """
-        return place in self._together
-
-    def note_together(self, place: tuple[int, int]) -> None:
-        """Remember a small read, by its place in the step and its code, that all ranks have made."""
-        if len(self._together) < 10_000:
-            self._together.add(place)
 
     # -- a lone read --------------------------------------------------------------------------------------------
     def _begin(self, what: str) -> None:
@@ -149,7 +135,7 @@ class LoneReads:
         unit.note_stream()
 
     def _free(self, unit: Unit) -> None:
-        if not (unit.running or unit.is_summoned or unit.state is State.SHARDED):
+        if not (unit.running or unit.uses or unit.kept or unit.is_summoned or unit.state is State.SHARDED):
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:

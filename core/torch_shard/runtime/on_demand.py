@@ -81,7 +81,7 @@ class OnDemand:
             return self._begin(unit, param, func, local_ok, dtypes, edits)
         except BaseException:
             if not self.runtime.forwards.running:
-                self.runtime.lone.end()
+                self.runtime.end_read()
             raise
 
     def _begin(
@@ -191,18 +191,10 @@ class OnDemand:
         runtime = self.runtime
         if not (unit.sharded and runtime.is_ready) or graph_task() != -1:
             return False
+        if runtime.forwards.running and not runtime.lone.running:
+            return False  # all ranks run this forward
         note = zlib.crc32(text.encode()), text
-        place = runtime.operations.hash, note[0]
-        # A regulariser in the loss, which comes in each step, is compared once. What else all ranks have read together here may
-        # be read by one rank alone the next time.
-        if recording and runtime.lone.follows(place) and not runtime.lone.running:
-            runtime.operations.note(*note)
-            return False
-        if runtime.lone.meet(text, [note], sure=recording) is None:
-            return True
-        if recording:
-            runtime.lone.note_together(place)
-        return False
+        return runtime.lone.meet(text, [note], sure=recording) is None
 
     def _read_alone(self, flat: FlatBuffer, index: int, recording: bool) -> torch.Tensor:
         """Return the full parameter with its stored values, which this rank alone reads; `recording`: for a graph."""

@@ -76,10 +76,13 @@ class Runtime:
         self.forwards = Forwards(self)
         self.is_ready = False  # set-up has ended
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
+        self.session_before = False  # what `session` was before the read that runs now
         self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
         # Of the shards.
         self.versions = Versions(collectives.device, collectives.world_rank, group_timeout(collectives.device))
+        if channel is not None:
+            self.versions.settle = functools.partial(channel.groups.comparisons.settle, collectives.watchdog.timeout)
         # The load that has to follow makes the versions equal again.
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
@@ -285,13 +288,21 @@ class Runtime:
             self.operations.number = 0
         return found is not None
 
+    def end_read(self) -> None:
+        """End a read of the model, by all ranks or by this one alone."""
+        self.lone.end()
+        self.session, self.session_before = self.session_before, False
+
     def unshard(self, unit: Unit, phase: int, of: str = "", reads: bool = False) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective.
 
         `of`, `reads`: see :meth:`_open_session`.
         """
         if phase != BACKWARD:
-            if not self.session:
+            # Each read by itself opens anew, also between the forward of one part of the model and that of the next.
+            by_itself = phase == EVALUATION and not (self.forwards.running or self.lone.running)
+            if by_itself or not self.session:
+                self.session_before |= by_itself and self.session
                 self._open_session(of, (), reads)
             if phase == FORWARD and not self.lone.running:
                 self.forward_sync = self.require_sync

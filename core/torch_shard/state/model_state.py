@@ -246,7 +246,8 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     error = None
     result = None
     try:
-        with runtime.operations.unnoted():
+        # One change, also where a module fails on one rank.
+        with runtime.operations.unnoted(), runtime.versions.change():
             result = model.load_state_dict(plain, strict=strict)
     except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
         error = StateDictError(

@@ -293,7 +293,11 @@ class FlatBuffer:
 
         Called in any thread.
         """
-        shard, unit = self.shard.detach(), self.unit()
+        if self.host is not None:
+            # Not through `shard`, which raises the error of a step once: the thread that trains must get that.
+            for work in self.host.pending_writes.works:
+                work.wait()
+        shard, unit = self.memory.detach(), self.unit()
         if shard.is_cuda and unit is not None and (changed := unit.runtime.versions.event) is not None:
             torch.cuda.current_stream(shard.device).wait_event(changed)  # the thread has a stream of its own
         if part.form == "stored":

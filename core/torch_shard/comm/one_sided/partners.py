@@ -86,10 +86,13 @@ class Partners:
                 link = self._links[rank] = wire.connect(self._addresses[rank], self.seconds)
                 wire.send(link, {"secret": self._addresses[rank].secret, "rank": self.rank})
             yield link
-        except (OSError, EOFError) as error:
+        except BaseException as error:
+            # Also at an interrupt: an answer that nobody has read would be taken for that of another question.
             if link is not None:
                 link.close()
                 self._links.pop(rank, None)
+            if not isinstance(error, (OSError, EOFError)):
+                raise
             raise MissingRankError(
                 f"rank {self.rank} reads the model alone at {caller_line()}, and rank {rank}, which holds a part of it, does "
                 f"not answer: it has stopped at an error, or its process is gone; see its log. ({error})"
@@ -119,14 +122,18 @@ class Partners:
             for rank in others:
                 self.tell(rank, **question)
                 asked.append(rank)
-            answers = {rank: self._receive(rank) for rank in others}  # all of them, before any is looked at
+            try:
+                answers = {rank: self._receive(rank) for rank in others}  # all of them, before any is looked at
+            except BaseException:
+                self.close()  # or the other answers would be taken for those of other questions
+                raise
             for rank, answer in answers.items():
                 self._check(rank, answer, versions.finished)
             yield Reading(self, list(members), model)
         finally:
             for rank in asked:
                 with contextlib.suppress(MissingRankError):
-                    self.tell(rank, ask="dismiss")
+                    self.tell(rank, ask="dismiss", model=model)
 
     def _receive(self, rank: int) -> dict[str, Any]:
         with self._of(rank) as link:

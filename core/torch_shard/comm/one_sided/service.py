@@ -85,7 +85,6 @@ class Service:
                 return
             while True:
                 request = wire.receive(link)
-                self.served = time.monotonic()
                 self._answer(link, request, admitted)
         except (OSError, EOFError):
             pass  # the partner is gone, or has closed
@@ -106,17 +105,20 @@ class Service:
             if source is None:
                 wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
                 return
+            self.served = time.monotonic()
             answer = source.versions.admit(link, request["version"], request["seconds"])
             if answer.outcome == "admitted":
                 admitted.append(source)
             wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
         elif kind == "shard":
-            self._send_shard(link, request)
+            self._send_shard(link, request, admitted)
             self.served = time.monotonic()
         elif kind == "dismiss":
-            self._dismiss(link, admitted)
+            leaving = self._source(request["model"])
+            self._dismiss(link, [source for source in admitted if source is leaving])
+            admitted[:] = [source for source in admitted if source is not leaving]
         elif kind == "presence":
-            wire.send(link, {})
+            wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": self._left.is_set()})
         elif kind == "farewell":
             with self._farewell:
                 self.farewells.add(request["sender"])
@@ -126,11 +128,11 @@ class Service:
         found = self._sources.get(key)
         return None if found is None else found()
 
-    def _send_shard(self, link: socket.socket, request: dict[str, Any]) -> None:
+    def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
         source = self._source(request["model"])
         try:
-            if source is None:
-                raise RuntimeError("the model is gone")
+            if source is None or not any(source is each for each in admitted):
+                raise RuntimeError("the model is gone, or may change meanwhile")
             with torch.inference_mode(False), torch.no_grad():
                 shard = source.shard_to_send(ShardPart(**request["part"]))
         except Exception as error:  # the reader must hear of it, and this thread must not end
@@ -144,7 +146,6 @@ class Service:
     def _dismiss(link: socket.socket, admitted: list[Any]) -> None:
         for source in admitted:
             source.versions.dismiss(link)
-        admitted.clear()
 
     def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str) -> tuple[str, str]:
         """Return what the main thread does, for a partner that waits in a comparison, and where it waits.

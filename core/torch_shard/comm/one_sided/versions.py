@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,8 +52,17 @@ class Versions:
         self._state = threading.Condition()
         self._readers: set[object] = set()
         self._depth = 0  # running changes, of which the outermost counts
+        self._dirty = False  # a change inside the running one has ended
+        self.settle: Callable[[], None] = lambda: (
+            None
+        )  # waits for ranks that may still come to read the present version
         self._line = "the start"
         self.finished = 0
+
+    @property
+    def changing(self) -> bool:
+        """True while the shards are being changed."""
+        return self._depth > 0
 
     # -- changes ------------------------------------------------------------------------------------------------
     def begin_change(self) -> None:
@@ -64,6 +73,7 @@ class Versions:
         """
         if not self._depth:
             line = caller_line()
+            self.settle()
             with self._state:
                 if not self._state.wait_for(lambda: not self._readers, self._seconds):
                     raise MissingRankError(
@@ -77,7 +87,7 @@ class Versions:
     def end_change(self) -> None:
         """End the change that :meth:`begin_change` has begun; the outermost one makes a new version."""
         if self._depth > 1:
-            self._depth -= 1
+            self._depth, self._dirty = self._depth - 1, True
         elif self._depth:
             self._end()
 
@@ -91,7 +101,10 @@ class Versions:
             self.end_change()
 
     def pause_change(self) -> None:
-        """Admit readers although a change has begun, since it has changed nothing so far, or waits for something."""
+        """Admit readers although a change has begun: it waits for something. What it has changed so far is a version."""
+        if self._dirty:
+            self._end()
+            return
         with self._state:
             self._depth = 0
             self._state.notify_all()
@@ -118,7 +131,7 @@ class Versions:
             self.event = torch.cuda.Event()
             self.event.record()
         with self._state:
-            self._depth = 0
+            self._depth, self._dirty = 0, False
             self.finished += 1
             self._state.notify_all()
 
