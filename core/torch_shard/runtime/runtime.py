@@ -131,6 +131,7 @@ class Runtime:
 
     def number_as_new(self) -> None:
         """Take a number for this engine. Call on all ranks, for all engines in one order."""
+        self.versions.restart()  # ranks that began on meta have changed shards that others were given
         if self.engine_order is not None:
             self.operations.number = self.engine_order.number()
             self._offer(f"{self.operations.number}")

@@ -121,7 +121,7 @@ class Versions:
             self._end()
 
     def restart(self) -> None:
-        """Count anew: the ranks have made different changes. Call on all ranks, which must load all parameters next."""
+        """Count anew, after changes that differ between the ranks. Call on all ranks when they have one version, or load one."""
         with self._state:
             self.finished = 0
             self._state.notify_all()
