@@ -253,6 +253,7 @@ class Runtime:
             False if this rank reads the model alone: it evaluates, and other ranks do something else.
         """
         self.versions.abandon_change()
+        fresh = self.schedule.fresh
         self.session = self.schedule.fresh = True
         if self.collectives.world == 1:
             if self.reshards_first:
@@ -277,8 +278,10 @@ class Runtime:
                     self.operations.note(code, text)
                 found = self.operations.check(what, changes)
         except BaseException:
-            self.session = False
+            self.session, self.schedule.fresh = False, fresh
             raise
+        if found is None:
+            self.schedule.fresh = fresh
         reshards_first, self.reshards_first = self.reshards_first, False
         if found is not None:
             self.schedule.note_changes(None if changes is None else found)
