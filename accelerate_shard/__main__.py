@@ -8,15 +8,9 @@ run it.
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
-import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 __all__ = ["main"]
-
-_MISUSED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,29 +24,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         Exception: what the script raises.
     """
     options = _parser().parse_args(argv)
-    from torch_shard.errors import ShardError
+    from torch_shard.frontend.launch import run_script
 
+    run_script("accelerate_shard", options.script, options.arguments, options.module, _prepare)
+
+
+def _prepare() -> None:
     from .launch.enable import enable
     from .settings.resolve import refuse_other_engines
 
-    try:
-        refuse_other_engines({})
-        enable()
-    except ShardError as error:
-        if os.environ.get("RANK", "0") == "0":  # the error is the same on all ranks
-            print(f"accelerate_shard: {error}", file=sys.stderr)
-        raise SystemExit(_MISUSED) from None
-    if not options.module and not os.path.exists(options.script):
-        print(f"accelerate_shard: there is no script {options.script!r}.", file=sys.stderr)
-        raise SystemExit(_MISUSED)
-    sys.excepthook = _without_runner(sys.excepthook)
-    sys.argv = [options.script, *options.arguments]
-    if options.module:
-        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-    else:
-        # Python puts a script's folder here; under -m it is the working directory.
-        sys.path[0] = os.path.dirname(os.path.realpath(options.script))
-        runpy.run_path(options.script, run_name="__main__")
+    refuse_other_engines({})
+    enable()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,23 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script", help="path of a script, or with -m the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser
-
-
-def _without_runner(report):  # type: ignore[no-untyped-def]
-    """Return `report`, an excepthook, changed so that tracebacks begin in the script."""
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        begins = trace
-        while begins is not None and _is_runner(begins.tb_frame.f_code.co_filename):
-            begins = begins.tb_next
-        # Python's own hook uses the exception's traceback, others use the argument.
-        report(kind, error.with_traceback(begins or trace), begins or trace)
-
-    return excepthook
-
-
-def _is_runner(file: str) -> bool:
-    return file in (__file__, runpy.__file__, "<frozen runpy>")
 
 
 if __name__ == "__main__":

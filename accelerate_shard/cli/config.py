@@ -17,11 +17,11 @@ import torch
 
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
+from torch_shard.frontend.launch import text_of_offload
 
 from ..settings.config_file import read_launch_file
 from ..settings.from_deepspeed import fields_of, of_yaml
 from ..settings.from_environment import SETTINGS
-from ..settings.offload_text import text_of
 from ..settings.plugin import ShardPlugin
 
 __all__ = ["QUESTIONS", "Question", "add_to", "contents_of"]
@@ -151,7 +151,7 @@ def _answers(given: Mapping[str, str | None], ask: bool, told: Mapping[str, Any]
 
 
 def _asked(question: Question, default: Any) -> Any:
-    default_text = text_of(default) if question.name == "offload" else default
+    default_text = text_of_offload(default) if question.name == "offload" else default
     while True:
         text = input(f"{question.text}\n  {question.form} [{default_text}]: ").strip()
         try:
@@ -179,7 +179,7 @@ def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
         "shard_fp32_masters": answers["fp32_masters"],
     }
     if offload not in (None, Offload()):
-        fsdp["shard_offload"] = text_of(offload)
+        fsdp["shard_offload"] = text_of_offload(offload)
     if answers["layer_classes"]:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(answers["layer_classes"])
     return {

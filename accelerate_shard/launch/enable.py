@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_shard import ShardConfig
+from torch_shard.frontend.launch import Replaced, replace_everywhere
 
 from ..settings.chosen import set_enabled_plugin
 from ..settings.from_environment import launch_plugin, take_over_launch
@@ -22,7 +23,7 @@ __all__ = ["disable", "enable"]
 _TRAINER = "transformers.trainer"
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft")
 
-_replaced: list[tuple[ModuleType, str, Any]] = []  # module, name in it, and the original value
+_replaced: Replaced = []
 
 
 def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
@@ -78,18 +79,11 @@ def _stock() -> Any:
 
 
 def _replace_accelerator() -> None:
-    ours, stock = _ours(), _stock()
-    for module in list(sys.modules.values()):
-        # Our modules need the original. __dict__, because lazy modules would import everything on getattr.
-        names = getattr(module, "__dict__", None)
-        if not isinstance(module, ModuleType) or names is None or module.__name__.split(".")[0] == "accelerate_shard":
-            continue
-        for name in [name for name, value in list(names.items()) if value is stock]:
-            _replaced.append((module, name, stock))
-            setattr(module, name, ours)
+    # Our modules need the original.
+    _replaced.extend(replace_everywhere(_stock(), _ours(), ["accelerate_shard"]))
 
 
-def _imported_since(ours: Any) -> list[tuple[ModuleType, str, Any]]:
+def _imported_since(ours: Any) -> Replaced:
     """Return the places where libraries have imported our class by the name of Accelerate's."""
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] in _LIBRARIES and _replaced]
     return [

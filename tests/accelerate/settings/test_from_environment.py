@@ -68,7 +68,7 @@ def test_each_variable_sets_its_field(setting: Any, tmp_path: Path) -> None:
     wanted = replace(base, **{setting.field: value})
     assert launch_plugin() == wanted
     del os.environ[setting.variable]
-    os.environ["SHARD_CONFIG_FILE"] = str(write_yaml(tmp_path, {**FSDP2, setting.yaml: text}))
+    os.environ["SHARD_CONFIG_FILE"] = str(write_yaml(tmp_path, {**FSDP2, setting.key: text}))
     assert launch_plugin() == wanted
 
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from accelerate_shard.cli.show import effective
 from accelerate_shard.settings.from_environment import launch_plugin
 from accelerate_shard.settings.from_fsdp import from_fsdp_plugin
-from accelerate_shard.settings.offload_text import read_offload, text_of
 from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.launching import FSDP1, FSDP2, write_yaml
 from torch_shard import Offload
+from torch_shard.config.offload_text import read_offload, text_of
 from torch_shard.errors import ConfigError
 
 TEXTS = {

@@ -1,4 +1,4 @@
-"""``ShardPlugin.offload`` as text, for an environment variable, a YAML's key, and ``accelerate-shard config``."""
+"""``ShardConfig.offload`` as text: for an environment variable, a command line, and a YAML file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torch_shard import Offload
-from torch_shard.errors import ConfigError
+from ..errors import ConfigError
+from .offload import Offload
 
 __all__ = ["FORM", "offload_of_fields", "read_offload", "text_of"]
 

@@ -1,0 +1,169 @@
+"""What the runners share: settings given as text, and running a script as Python would have run it.
+
+A runner is ``python -m torch_shard``, ``python -m lightning_shard`` or ``python -m accelerate_shard`` before the name of a
+script that knows nothing of this package.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+from ..config.offload_text import text_of as text_of_offload
+from ..config.settings_from_text import (
+    FLAG_FORM,
+    PREFIX,
+    SETTINGS,
+    Setting,
+    closest,
+    flag,
+    names,
+    one_of,
+    read_value,
+    read_variables,
+)
+from ..errors import ConfigError, ShardError
+
+__all__ = [
+    "FLAG_FORM",
+    "MISUSED",
+    "PREFIX",
+    "SETTINGS",
+    "Replaced",
+    "Setting",
+    "closest",
+    "flag",
+    "names",
+    "one_of",
+    "read_arguments",
+    "read_value",
+    "read_variables",
+    "replace_everywhere",
+    "run_script",
+    "text_of_offload",
+    "values_of",
+]
+
+MISUSED = 2
+"""The exit code for wrong arguments."""
+
+_ARGUMENT = "--shard."
+
+
+def read_arguments(
+    arguments: Sequence[str], settings: Iterable[Setting]
+) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+    """Return the values of ``--shard.field=text`` arguments by field, each with the argument's name, and what follows them.
+
+    The settings stand before the script's name; those behind it are the script's own. ``--shard.field text`` and, for a
+    setting that is true or false, ``--shard.field`` alone mean the same. Not collective.
+
+    Raises:
+        ConfigError: a setting is unknown, or its value is wrong or missing.
+    """
+    known = {setting.field: setting for setting in settings}
+    found: dict[str, tuple[str, Any]] = {}
+    rest = list(arguments)
+    while rest and rest[0].startswith(_ARGUMENT):
+        argument, has_text, text = rest.pop(0).partition("=")
+        setting = known.get(argument.removeprefix(_ARGUMENT).replace("-", "_"))
+        if setting is None:
+            close = closest(argument, [_ARGUMENT + field for field in known])
+            raise ConfigError(
+                f"{argument} is no setting of this package." + (f" Did you mean {close}?" if close else "")
+            )
+        if not has_text:
+            if setting.form == FLAG_FORM:
+                text = "true"
+            elif rest:
+                text = rest.pop(0)
+            else:
+                raise ConfigError(f"{argument} must be {setting.form}; nothing was given.")
+        found[setting.field] = (argument, read_value(setting, argument, text))
+    return found, rest
+
+
+def run_script(runner: str, name: str, arguments: Sequence[str], is_module: bool, prepare: Callable[[], None]) -> None:
+    """Run a script, or a module, as the main program of this process. Not collective.
+
+    Args:
+        runner: the name of the runner's package, for messages.
+        name: the path of the script, or the name of the module.
+        arguments: the script's own.
+        is_module: `name` is a module's.
+        prepare: a function that is called first. A ``ShardError`` that it raises is written without a traceback.
+
+    Raises:
+        SystemExit: with code :data:`MISUSED`: `prepare` has failed or there is no such script, which has been said on standard
+            error.
+        Exception: what the script raises. The runner's frames are left out of a traceback that ends the process.
+    """
+    try:
+        prepare()
+    except ShardError as error:
+        if os.environ.get("RANK", "0") == "0":  # the error is the same on all ranks
+            print(f"{runner}: {error}", file=sys.stderr)
+        raise SystemExit(MISUSED) from None
+    if not is_module and not os.path.exists(name):
+        print(f"{runner}: there is no script {name!r}.", file=sys.stderr)
+        raise SystemExit(MISUSED)
+    runners = {__file__, runpy.__file__, "<frozen runpy>", getattr(sys.modules["__main__"], "__file__", __file__)}
+    sys.excepthook = _without_frames_of(runners, sys.excepthook)
+    sys.argv = [name, *arguments]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        # Python puts a script's folder here; under -m it is the working directory.
+        sys.path[0] = os.path.dirname(os.path.realpath(name))
+        runpy.run_path(name, run_name="__main__")
+
+
+def _without_frames_of(files: set[str], report: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `report` for tracebacks that begin in the script: ours and runpy's frames are left out."""
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        first = traceback
+        while first is not None and first.tb_frame.f_code.co_filename in files:
+            first = first.tb_next
+        shown = traceback if first is None else first
+        # Python's own hook uses the exception's traceback, others use the argument.
+        report(kind, error.with_traceback(shown), shown)
+
+    return excepthook
+
+
+Replaced = list[tuple[ModuleType, str, Any]]
+"""The places of a name: the module, the name in it, and what stood there."""
+
+
+def replace_everywhere(stock: Any, ours: Any, own_packages: Iterable[str]) -> Replaced:
+    """Replace an object by another one under all its names in the modules that are loaded. Not collective.
+
+    Args:
+        stock: the object to replace.
+        ours: the one to put in its place.
+        own_packages: the packages that go on using `stock`.
+
+    Returns:
+        The places, for the way back.
+    """
+    found: Replaced = []
+    own = set(own_packages)
+    for module in list(sys.modules.values()):
+        # __dict__, because lazy modules would import everything on getattr.
+        held = getattr(module, "__dict__", None)
+        if not isinstance(module, ModuleType) or held is None or module.__name__.split(".")[0] in own:
+            continue
+        for name in [name for name, value in list(held.items()) if value is stock]:
+            found.append((module, name, stock))
+            setattr(module, name, ours)
+    return found
+
+
+def values_of(found: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the values alone of what :func:`read_variables` and :func:`read_arguments` found. Not collective."""
+    return {field: value for field, (_, value) in found.items()}
