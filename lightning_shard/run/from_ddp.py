@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from torch_shard import Precision
 
 from .translation import Arguments, Translation
@@ -30,7 +32,7 @@ def from_ddp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
     Raises:
         ConfigError: an argument changes what is trained, and has no counterpart.
     """
-    arguments, found = Arguments("DDPStrategy", given, defaults), Translation()
+    arguments, found = Arguments("DDPStrategy", given, defaults, DistributedDataParallel), Translation()
     found.ddp_kwargs = {name: value for name, value in given.items() if name not in _OWN}
     arguments.take_same(found)
     found.options["start_method"] = arguments.take("start_method")

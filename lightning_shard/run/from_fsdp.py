@@ -25,7 +25,9 @@ def from_fsdp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
     Raises:
         ConfigError: an argument has no counterpart, or a value that FSDP does not know either.
     """
-    arguments, found = Arguments("FSDPStrategy", given, defaults), Translation()
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    arguments, found = Arguments("FSDPStrategy", given, defaults, FullyShardedDataParallel), Translation()
     arguments.take_same(found)
     found.options["state_dict_type"] = arguments.take("state_dict_type")
     _strategy(arguments, found)

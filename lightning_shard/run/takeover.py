@@ -32,7 +32,7 @@ from .from_deepspeed import from_deepspeed
 from .from_fsdp import from_fsdp
 from .from_model_parallel import from_model_parallel, note_fully_shard
 from .stand_in import StandIn
-from .translation import Translation, overlaid
+from .translation import Translation, defaults_of, overlaid
 
 __all__ = ["take_over"]
 
@@ -150,9 +150,7 @@ def _refuse_subclass(root: Root, strategy: Any, family: str) -> None:
 
 
 def _translated(root: Root, connector: Any, strategy: Any, family: str) -> Translation:
-    parameters = inspect.signature(root.strategy_class(family).__init__).parameters
-    defaults = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
-    given = given_to(strategy)
+    given, defaults = given_to(strategy), defaults_of(root.strategy_class(family))
     if family == "ModelParallelStrategy":
         return from_model_parallel(given, defaults, *_private.ranks_of(connector))
     translate = {"DDPStrategy": from_ddp, "FSDPStrategy": from_fsdp, "DeepSpeedStrategy": from_deepspeed}[family]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_shard.errors import ConfigError
 
-__all__ = ["Arguments", "Translation", "overlaid"]
+__all__ = ["Arguments", "Translation", "defaults_of", "overlaid"]
 
 # What both have under the same name. The precision plugin is decided on by the connector.
 _SAME = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend")
@@ -39,17 +40,27 @@ class Translation:
 
 
 class Arguments:
-    """The arguments of one strategy, which are taken out one by one; those that remain are refused."""
+    """The arguments of one strategy, which are taken out one by one; those that remain are refused.
 
-    def __init__(self, strategy: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.strategy, self._left, self._defaults = strategy, dict(given), defaults
+    Args:
+        strategy: the name of the strategy's class, for messages.
+        given: the arguments by name. One that has its default counts as not given, since LightningCLI gives them all.
+        defaults: the defaults of the strategy.
+        wrapper: the class that gets the strategy's ``**kwargs``.
+    """
+
+    def __init__(
+        self, strategy: str, given: Mapping[str, Any], defaults: Mapping[str, Any], wrapper: type | None = None
+    ) -> None:
+        self.strategy, self._defaults = strategy, {**(defaults_of(wrapper) if wrapper else {}), **defaults}
+        self._left = {n: v for n, v in given.items() if n not in self._defaults or not _same(v, self._defaults[n])}
 
     def take(self, name: str) -> Any:
         """Return the value of an argument, or its default; None where it has none."""
         return self._left.pop(name, self._defaults.get(name))
 
     def is_given(self, name: str) -> bool:
-        """Return True if the user has given this argument, and it has not been taken out."""
+        """Return True if the user has given this argument another value than its default, and it has not been taken out."""
         return name in self._left
 
     def take_same(self, into: Translation) -> None:
@@ -72,7 +83,7 @@ class Arguments:
     def note(self, into: Translation, *names: str) -> None:
         """Take out arguments that have no effect here, and note those that the user has changed."""
         for name in names:
-            if name in self._left and not _same(self._left[name], self._defaults.get(name)):
+            if name in self._left:
                 into.unused.append(f"{name}={_short(self._left[name])}")
             self._left.pop(name, None)
 
@@ -88,6 +99,12 @@ class Arguments:
         """
         for name in self._left:
             raise self.refused(name, "it may change what is trained. Leave it out, or run without lightning_shard.")
+
+
+def defaults_of(kind: Any) -> dict[str, Any]:
+    """Return the defaults of a constructor's arguments by name. Not collective."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _same(a: Any, b: Any) -> bool:
