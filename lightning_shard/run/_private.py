@@ -122,10 +122,10 @@ def watch_strategies(root: Root, replace: Callable[[Any, Any], Any]) -> None:
 
     @functools.wraps(check)
     def wrapped(self: Any) -> None:
-        # Before: FSDP is refused on CPUs there. Behind: names that mean another one there ("dp" on CPUs).
-        self._strategy_flag = replace(self, self._strategy_flag)
+        before = self._strategy_flag = replace(self, self._strategy_flag)  # first: FSDP is refused on CPUs there
         check(self)
-        self._strategy_flag = replace(self, self._strategy_flag)
+        if self._strategy_flag != before:  # "dp" becomes "ddp" on CPUs
+            self._strategy_flag = replace(self, self._strategy_flag)
 
     kind._check_strategy_and_fallback = wrapped
 
