@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..comm import broadcast_buffers, consensus
-from ..comm.process_group_ops import reduce_scatter_single
+from ..comm import broadcast_buffers, compressed_reduction, consensus
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..config.precision import for_autocast, precision_of
@@ -57,6 +56,7 @@ __all__ = [
     "casts_parameters",
     "classes_named",
     "clip_norm",
+    "compress_gradients",
     "copy_tensors",
     "defer",
     "deferred_of",
@@ -83,7 +83,6 @@ __all__ = [
     "plain_copy",
     "precision_of",
     "read_alone",
-    "reduce_scatter_single",
     "refusal_of",
     "refuse_inside",
     "refuse_pickling",
@@ -182,6 +181,18 @@ def own_buffers(engine: Engine) -> Iterator[None]:
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
+
+
+def compress_gradients(engine: Engine, dtype: torch.dtype) -> None:
+    """Register a communication hook that sends gradients in `dtype`, a float of 16 bits. Collective with several ranks.
+
+    Raises:
+        UnavailableError: this build of torch can't do it.
+        ConfigError, UnitStateError: as :meth:`Engine.register_comm_hook`.
+    """
+    if engine.world_size > 1:
+        hook = compressed_reduction.hook_for(engine.config.strategy == "no_shard")
+        engine.register_comm_hook((engine.shard_group, dtype), hook)
 
 
 def advise_saving(engine: Engine, advice: str) -> None:
