@@ -31,7 +31,6 @@ from .checks import (
 from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
 from .host.step import HostStep, refuse_offloaded, steps_on_host
-from .lone_state import NumberedOptimizers
 from .matrix.step import MatrixStep
 from .optimizer_proxy import OptimizerProxy, StepBackend, proxy_of
 from .registry import Kind, is_torchs, kind_of, kind_of_step
@@ -59,9 +58,8 @@ class StepWatch:
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
         self._backends: MutableMapping[Any, StepBackend] = WeakIdKeyDictionary()
-        self._hooks: MutableMapping[Any, tuple[Any, ...]] = WeakIdKeyDictionary()
+        self._hooks: MutableMapping[Any, tuple[Any, Any, Any]] = WeakIdKeyDictionary()
         self._unknown = UnknownSteps()
-        self.optimizers = NumberedOptimizers()
         self._classes: dict[type, type] = {}  # of proxies
         self._handle = torch_optimizer.register_optimizer_step_pre_hook(_weakly(self.find))
         # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
@@ -92,11 +90,8 @@ class StepWatch:
                 optimizer.register_step_pre_hook(_weakly(self._hook_before)),
                 optimizer.register_step_post_hook(_weakly(self.after)),
                 optimizer.register_load_state_dict_post_hook(_weakly(self.loaded)),
-                optimizer.register_state_dict_pre_hook(_weakly(self.saving)),
             )
             self._hooks[optimizer] = handles
-            for watch in _watches_of(optimizer):
-                watch.optimizers.add(optimizer)
         # torch has no public way to say where in the order a hook comes (torch 2.11 to 2.13).
         optimizer._optimizer_step_pre_hooks.move_to_end(handles[0].id)
         optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
@@ -159,11 +154,6 @@ class StepWatch:
         for held in runtimes_of(optimizer) or [runtime]:
             # A call on some ranks only would mix old and new state.
             held.operations.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
-
-    def saving(self, optimizer: Any) -> None:
-        """Note that the user takes the optimizer's state dict, perhaps to write it on this rank alone."""
-        for watch in _watches_of(optimizer):
-            watch.optimizers.mark(optimizer, watch._runtime())
 
     def _led(self, optimizer: Any) -> Runtime | None:
         """Return the runtime if this watch leads the steps of `optimizer`."""
@@ -272,11 +262,6 @@ class StepWatch:
 
         # A bound method, because schedulers expect one, and because a deep copy then gets its own.
         optimizer.step = types.MethodType(attached_step(optimizer, function, step if patched else None), optimizer)
-
-
-def _watches_of(optimizer: Any) -> list[StepWatch]:
-    """Return the watches of all engines whose parameters the optimizer holds."""
-    return [watch for held in runtimes_of(optimizer) if held.steps is not None and (watch := held.steps()) is not None]
 
 
 def _between_changes(runtimes: list[Runtime], closure: Callable[[], Any]) -> Callable[[], Any]:

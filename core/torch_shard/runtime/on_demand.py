@@ -167,23 +167,16 @@ class OnDemand:
             assert self.runtime.reading is not None
             return flat.read_parameter(index, self.runtime.reading)
 
-    def full_for_file(
-        self, unit: Unit, param: ShardTensor, state: tuple[Any, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor | None:
+    def full_for_file(self, unit: Unit, param: ShardTensor) -> torch.Tensor | None:
         """Return the full tensor of `param` for a file that this rank writes, whatever the others do. Not collective.
 
         None where reads alone are switched off, or `param` is a DTensor, too.
-
-        Args:
-            unit: the unit of `param`.
-            param: the parameter.
-            state, dtype: the optimizer state to return in place of `param`; see :meth:`FlatBuffer.read_parameter`.
         """
         flat, index = unit.find(param)
         if unit.collectives.world == 1:
-            return flat.read_parameter(index, None, state, dtype)
+            return flat.read_parameter(index, None)
         with self.runtime.lone.alone(f"the saving of {param._spec.name}") as reading:
-            return None if reading is None or flat.split else flat.read_parameter(index, reading, state, dtype)
+            return None if reading is None or flat.split else flat.read_parameter(index, reading)
 
     def _scalar(self, unit: Unit, param: ShardTensor, name: str, recording: bool) -> torch.Tensor | None:
         """Return the full parameter for a reduction to a scalar, where this rank alone makes it; None where all ranks do, on

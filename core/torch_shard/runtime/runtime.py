@@ -49,7 +49,6 @@ from .use import Use
 if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading, ShardPart
     from ..offload.host import Host
-    from ..shard_tensor.tensor import ShardTensor
     from .ports import StepInBackward
 
 
@@ -162,14 +161,6 @@ class Runtime:
         Called in any thread.
         """
         return self.schedule.units[part.unit].flats[part.flat].shard_to_send(part)
-
-    def state_to_send(self, part: ShardPart, param: ShardTensor) -> torch.Tensor:
-        """Return this rank's shard of an optimizer's state of `param`, for a rank that reads alone. Called in any thread."""
-        steps = None if self.steps is None else self.steps()
-        if steps is None:
-            raise UnitStateError(f"rank {self.collectives.world_rank}: the engine is closed.")
-        found: torch.Tensor = steps.optimizers.shard(part, param)
-        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives, self.host)

@@ -112,11 +112,8 @@ class OnDemandPort(Protocol):
     def full(self, unit: Any, param: ShardTensor) -> torch.Tensor | None:
         """Return the full tensor of `param` if this rank alone wants it; None where all ranks do."""
 
-    def full_for_file(
-        self, unit: Any, param: ShardTensor, state: tuple[Any, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor | None:
-        """Return the full tensor of `param`, or of its optimizer `state`, for a file that this rank writes; None where it can't
-        read alone."""
+    def full_for_file(self, unit: Any, param: ShardTensor) -> torch.Tensor | None:
+        """Return the full tensor of `param` for a file that this rank writes; None where it can't read alone."""
 
     def end(self, unit: Any, result: Any, copies: list[torch.Tensor], name: str) -> None:
         """End the operation for which :meth:`begin` was called."""

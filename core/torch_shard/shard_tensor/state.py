@@ -7,7 +7,6 @@ The object is in the tensor's ``__dict__``, under one name. A slot would not do:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
-_SELDOM = {"aside": None, "converted": False, "lost": False, "outdated": None, "reader": None, "unreduced": False}
+_SELDOM = {"aside": None, "converted": False, "lost": False, "outdated": None, "unreduced": False}
 
 
 class ShardState:
@@ -43,7 +42,6 @@ class ShardState:
         lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
-        reader: a function that returns the full tensor, read by this rank alone, for a file; on the state of optimizers.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
     """
 
@@ -56,7 +54,6 @@ class ShardState:
         "origin",
         "outdated",
         "pending_writes",
-        "reader",
         "spec",
         "unit_ref",
         "unreduced",
@@ -72,7 +69,6 @@ class ShardState:
     unreduced: bool
     outdated: tuple[str, int] | None
     lost: bool
-    reader: Callable[[Any], torch.Tensor | None] | None
     waits_for: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
     pending_writes: PendingWrites | None

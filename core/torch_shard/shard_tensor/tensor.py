@@ -177,11 +177,8 @@ class ShardTensor(torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        unit, reader = self._unit, self._shard_state.reader
-        if unit is not None:
-            full = unit.runtime.on_demand.full_for_file(unit, self)
-        else:
-            full = None if reader is None else reader(self)
+        unit = self._unit
+        full = None if unit is None else unit.runtime.on_demand.full_for_file(unit, self)
         if full is not None:
             if getattr(self, "_is_param", False):
                 return torch.nn.Parameter(full, self.requires_grad).__reduce_ex__(protocol)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -263,33 +262,20 @@ class FlatBuffer:
         slots[self.collectives.rank].copy_(self.shard_to_send(part))
         reading.fill(slots.unbind(0), len(slots) * [part])
 
-    def read_parameter(
-        self,
-        index: int,
-        reading: Reading | None,
-        state: tuple[Any, ...] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    def read_parameter(self, index: int, reading: Reading | None) -> torch.Tensor:
         """Return parameter `index` with its stored values, from shards that the other ranks hand out: plain, in new memory.
 
         Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
-
-        Args:
-            index: the parameter's index.
-            reading: the running read.
-            state: the number of an optimizer and the key of a state: return that state of the parameter instead.
-            dtype: the dtype of that state.
         """
         slot, size = self.layout.slots[index], self.layout.shard_numel
         with torch.inference_mode(False), torch.no_grad():
-            values = torch.empty(slot.numel, dtype=dtype or self.dtype, device=self.collectives.device)
+            values = torch.empty(slot.numel, dtype=self.dtype, device=self.collectives.device)
             pieces, parts = [], []
             for rank in range(self.collectives.size):
                 start, stop = max(slot.offset, rank * size), min(slot.stop, (rank + 1) * size)
                 stop = max(start, stop)
                 pieces.append(values[start - slot.offset : stop - slot.offset] if start < stop else values[:0])
-                part = self._part("stored", start - rank * size, stop - rank * size)
-                parts.append(part if state is None else replace(part, state=(state[0], index, state[1])))
+                parts.append(self._part("stored", start - rank * size, stop - rank * size))
             own = self.collectives.rank
             if pieces[own].numel():
                 pieces[own].copy_(self.shard_to_send(parts[own]))
@@ -307,10 +293,6 @@ class FlatBuffer:
 
         Called in any thread.
         """
-        if part.state is not None:
-            unit = self.unit()
-            assert unit is not None
-            return unit.runtime.state_to_send(part, self.params[part.state[1]])
         if self.host is not None:
             # Not through `shard`, which raises the error of a step once: the thread that trains must get that.
             for work in self.host.pending_writes.works:

@@ -10,11 +10,10 @@ from ..shard_tensor import ports
 
 if TYPE_CHECKING:
     from ..comm.collectives import Collectives
-    from ..comm.one_sided.partners import Reading, ShardPart
+    from ..comm.one_sided.partners import Reading
     from ..comm.traffic_statistics import GatheredBytes
     from ..config.shard_config import ShardConfig
     from ..offload.host import Host
-    from ..shard_tensor.tensor import ShardTensor
     from .flat_buffer import FlatBuffer
     from .unit import Unit
 
@@ -41,9 +40,6 @@ class RuntimePort(ports.RuntimePort, Protocol):
     @property
     def reading(self) -> Reading | None:
         """The running read of the model by this rank alone."""
-
-    def state_to_send(self, part: ShardPart, param: ShardTensor) -> torch.Tensor:
-        """Return this rank's shard of an optimizer's state of `param`, for a rank that reads alone."""
 
     def add(self, unit: Unit) -> None:
         """Add `unit` to the runtime's units."""

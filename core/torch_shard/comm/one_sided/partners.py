@@ -26,8 +26,6 @@ class ShardPart:
         unit, flat: the number of the unit, and that of the flat buffer in it.
         form: "stored" for the shard as it is, or "sent" for what a gather would send.
         start, stop: the elements of a stored shard; None for all.
-        state: the number of an optimizer, that of a parameter in the flat buffer, and the key of a state: the rank's shard of
-            that state is wanted. None for the parameters themselves.
     """
 
     unit: int
@@ -35,7 +33,6 @@ class ShardPart:
     form: Literal["stored", "sent"]
     start: int | None = None
     stop: int | None = None
-    state: Sequence[Any] | None = None
 
 
 class Partners:
