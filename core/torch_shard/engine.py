@@ -356,9 +356,11 @@ class Engine:
         ``optimizer.state_dict()`` gives what this rank has: shards of the state, and of optimizers that step on full matrices
         (:mod:`torch_shard.optim`) the state of those that this rank owns.
 
+        One rank alone may call it for an element-wise optimizer whose state is on the devices, while the others do something else.
+
         Args:
             optimizer: any that holds parameters of this model.
-            rank0_only: the other ranks get an empty dict.
+            rank0_only: the other ranks get an empty dict, unless one calls this alone.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: the optimizer's own state dict

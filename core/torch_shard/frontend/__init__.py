@@ -113,13 +113,13 @@ def all_read(engine: Engine, what: str) -> bool:
 
 
 def read_alone(tensor: ShardTensor) -> torch.Tensor:
-    """Return the full values of a sharded parameter, which this rank reads whatever the others do: plain. Not collective.
+    """Return the full values of a sharded tensor, which this rank reads whatever the others do: plain. Not collective.
 
     Raises:
-        ShardPicklingError: it is no parameter, or reads alone are switched off.
+        ShardPicklingError: it is neither a parameter nor state from an optimizer's ``state_dict()``, or reads alone are switched
+            off.
     """
-    unit = tensor._unit
-    found = None if unit is None else unit.runtime.on_demand.full_for_file(unit, tensor)
+    found = tensor._full_for_file()
     if found is None:
         tensor.__reduce_ex__(2)  # raises
         raise AssertionError

@@ -41,6 +41,7 @@ from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
 from .lone_reads import LoneReads
 from .on_demand import OnDemand
+from .optimizer_states import OptimizerStates
 from .reduce_schedule import PAUSE, ReduceSchedule
 from .replaced_params import Registrations
 from .unshard_schedule import UnshardSchedule
@@ -86,6 +87,7 @@ class Runtime:
         # The load that has to follow makes the versions equal again.
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
+        self.optimizer_states = OptimizerStates(self)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
@@ -145,10 +147,17 @@ class Runtime:
             service.offer(key, self)
 
     def meet(
-        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
+        self,
+        what: str,
+        notes: Sequence[tuple[int, str]],
+        payload: torch.Tensor | None = None,
+        sure: bool = False,
+        alone: bool = True,
     ) -> torch.Tensor | None:
         """Compare the ranks' operations before one that only reads; None if this rank reads alone; see :class:`.LoneReads`."""
-        return self.lone.meet(what, notes, payload, sure)
+        if not alone:
+            self.lone.refuse(what)
+        return self.lone.meet(what, notes, payload, sure, alone)
 
     @property
     def reading(self) -> Reading | None:
@@ -156,10 +165,12 @@ class Runtime:
         return self.lone.reading
 
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of a flat buffer, for a rank that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
+        """Return this rank's shard of what a rank wants that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
 
         Called in any thread.
         """
+        if part.form == "state":
+            return self.optimizer_states.shard_to_send(part)
         return self.schedule.units[part.unit].flats[part.flat].shard_to_send(part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:

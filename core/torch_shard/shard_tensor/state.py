@@ -24,7 +24,7 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
-_SELDOM = {"aside": None, "converted": False, "lost": False, "outdated": None, "unreduced": False}
+_SELDOM = {"aside": None, "converted": False, "lost": False, "outdated": None, "state_of": None, "unreduced": False}
 
 
 class ShardState:
@@ -43,6 +43,7 @@ class ShardState:
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
+        state_of: weak reference to the parameter, and the state's key, if the tensor came with an optimizer's ``state_dict()``.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class ShardState:
         "outdated",
         "pending_writes",
         "spec",
+        "state_of",
         "unit_ref",
         "unreduced",
         "waits_for",
@@ -72,6 +74,7 @@ class ShardState:
     waits_for: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
     pending_writes: PendingWrites | None
+    state_of: tuple[weakref.ref[Any], str] | None
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
         self.local = local

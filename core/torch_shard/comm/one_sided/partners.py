@@ -24,15 +24,18 @@ class ShardPart:
 
     Attributes:
         unit, flat: the number of the unit, and that of the flat buffer in it.
-        form: "stored" for the shard as it is, or "sent" for what a gather would send.
+        form: "stored" for the shard as it is, "sent" for what a gather would send, or "state" for optimizer state.
         start, stop: the elements of a stored shard; None for all.
+        param, key: of optimizer state: the parameter's number in the flat buffer, and the state's key.
     """
 
     unit: int
     flat: int
-    form: Literal["stored", "sent"]
+    form: Literal["stored", "sent", "state"]
     start: int | None = None
     stop: int | None = None
+    param: int = 0
+    key: str = ""
 
 
 class Partners:
@@ -185,15 +188,20 @@ class Reading:
                 partners.tell(rank, ask="shard", model=self._model, part=asdict(part))
             for rank, slot, _ in others:
                 with partners._of(rank) as link:
-                    self._fill(link, slot)
+                    self._fill(link, slot, rank)
         except BaseException:
             partners.close()  # or later answers would be taken for those of other questions
             raise
 
-    def _fill(self, link: socket.socket, slot: torch.Tensor) -> None:
+    def _fill(self, link: socket.socket, slot: torch.Tensor, rank: int) -> None:
         answer = wire.receive(link)
+        if "error" in answer:
+            raise DivergenceError(
+                f"rank {self._partners.rank} reads the model alone at {caller_line()}, and rank {rank} can't hand out its part: "
+                f"{answer['error']}"
+            )
         if answer["nbytes"] != slot.nbytes:
-            raise EOFError(answer.get("error", f"it sends {answer['nbytes']} bytes instead of {slot.nbytes}"))
+            raise EOFError(f"it sends {answer['nbytes']} bytes instead of {slot.nbytes}")
         host = slot if slot.device.type == "cpu" else torch.empty_like(slot, device="cpu")
         wire.receive_into(link, host)
         if host is not slot:

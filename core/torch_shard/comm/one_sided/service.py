@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ShardError
 from ...log import logger
 from ...utils.thread_frames import frames_of_threads
 from ..ports import ShardSource
@@ -132,12 +133,13 @@ class Service:
         source = self._source(request["model"])
         try:
             if source is None or not any(source is each for each in admitted):
-                raise RuntimeError("the model is gone, or may change meanwhile")
+                raise ShardError("the model is gone there, or may change meanwhile.")
             with torch.inference_mode(False), torch.no_grad():
                 shard = source.shard_to_send(ShardPart(**request["part"]))
         except Exception as error:  # the reader must hear of it, and this thread must not end
             logger.log(logging.DEBUG, "rank %d can't serve a read: %s", self.rank, error)
-            wire.send(link, {"nbytes": -1, "error": f"{type(error).__name__}: {error}"})
+            known = isinstance(error, ShardError)
+            wire.send(link, {"error": str(error) if known else f"{type(error).__name__}: {error}"})
             return
         wire.send(link, {"nbytes": shard.nbytes})
         wire.send_tensor(link, shard)
