@@ -1,7 +1,8 @@
 """``model.save_pretrained`` on a sharded model: full tensors, written by transformers' and PEFT's own code.
 
 Without ``state_dict=`` the call is collective: the tensors are gathered unit by unit on the CPU of the rank that writes, and all
-ranks return when the files are there. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
+ranks return when the files are there. A rank that calls it alone, as under ``if accelerator.is_main_process:``, reads the
+tensors from the others and returns when it has written. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
 collective. The libraries never see a state dict of shards.
 """
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import ConfigError, StateDictError
-from torch_shard.frontend import agree, engine_holding, make_full
+from torch_shard.frontend import agree, all_read, engine_holding, make_full, read_alone
 from torch_shard.frontend.checkpoint import broadcast, each, gather
 
 from .. import _private
@@ -32,7 +33,7 @@ __all__ = ["save_pretrained"]
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
 
-    In a hook of ``save_state``, and in the ``save_pretrained`` of a model around it, it is not collective, and the rank that
+    A rank that calls it alone, while the others do something else, writes alone. In a hook of ``save_state``, and in the ``save_pretrained`` of a model around it, it is not collective, and the rank that
     runs the hook or the outer call writes alone (see :mod:`.full_weights`).
 
     The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
@@ -46,7 +47,7 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
         What `stock` returns, on a rank that writes.
 
     Raises:
-        MissingRankError: some rank does not call it; nothing has been written.
+        MissingRankError: some rank has not come, neither to this nor to anything else; nothing has been written.
         StateDictError: ``state_dict=`` holds tensors that are not full, or is empty on the rank that writes.
         CheckpointError: on all ranks: the files can't be written.
         ConfigError: an argument for which the sharded model itself would have to be changed.
@@ -62,6 +63,8 @@ def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **
     prompts = _private.prompt_encoders(module)
     if given is not None and not prompts and not any(isinstance(value, ShardTensor) for value in given.values()):
         return _save_given(module, engine, call, given)
+    if not all_read(engine, call.what):
+        return _save_alone(module, call)
     return _save_together(module, engine, call, prompts)
 
 
@@ -144,9 +147,21 @@ def _save_known(module: nn.Module, found: Known, call: _Call) -> Any:
     return call.write(module, {k: own[k] if isinstance(v, ShardTensor) else v for k, v in given.items()})
 
 
+def _save_alone(module: nn.Module, call: _Call) -> Any:
+    """Write what this rank reads while the others do something else. Not collective."""
+    found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
+    full: dict[int, torch.Tensor] = {}  # a tied weight is read once, and stays tied
+    for key, value in _wanted(module, call, found).items():
+        if isinstance(value, ShardTensor):
+            if id(value) not in full:
+                full[id(value)] = read_alone(value).cpu()
+            found[key] = full[id(value)]
+    with torch.no_grad():  # for what the library computes, which this rank does alone, too
+        return call.write(module, found)
+
+
 def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn.Module]) -> Any:
     what = call.what
-    agree(engine, what)
     plans = gather(engine, (call.is_main, call.directory), what)
     writers, nonce = broadcast(engine, (_writers(plans or []), secrets.token_hex(8)), what)
     if not writers:
