@@ -55,6 +55,9 @@ class Engine:
         self.plan = plan
         self.config = config
         registry.note_runtime(runtime, self)
+        if runtime.service is not None:
+            # Another rank may still read the model when this one has left the function that held it.
+            weakref.finalize(model, runtime.service.drop, runtime.key).atexit = False
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
 
@@ -648,6 +651,8 @@ class Engine:
     def _let_go(self, units: list[Unit]) -> None:
         unregister(self.model, units)
         self._watch.close()
+        if self._runtime.service is not None:
+            self._runtime.service.withdraw(self._runtime.key)
         if self._runtime.host is not None:
             self._runtime.host.leave(self._runtime)
         registry.forget(self.model)

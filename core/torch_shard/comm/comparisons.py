@@ -120,6 +120,8 @@ class Comparisons:
         pending = Pending(watchdog, channel, number, what, work)
         if not reads or service is None or self._come(pending, alone_after, watchdog.timeout):
             pending.wait()
+            if service is not None:
+                service.met()
             return True
         if self._error is None:
             self._left, self._owed = pending, number

@@ -45,5 +45,8 @@ class ShardSource(Protocol):
     def versions(self) -> Versions:
         """The version of the shards."""
 
+    def met(self) -> None:
+        """Note that all ranks have come to a collective: what this rank has dropped before it, nobody reads any more."""
+
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
         """Return this rank's shard of a flat buffer or of optimizer state, or a part of it: contiguous, on the CPU."""

@@ -152,13 +152,11 @@ class DistributedDataParallel(_TorchDDP):
             compress_gradients(self._engine, _DTYPES[name])
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         name = getattr(comm_hook_type, "name", str(comm_hook_type))
-        if name not in hooks:
+        if name not in ("ALLREDUCE", "FP16_COMPRESS"):
             raise ConfigError(f"DistributedDataParallel: the built-in communication hook {name} is not known here.")
-        self.register_comm_hook(None, hooks[name])
+        if name == "FP16_COMPRESS":
+            compress_gradients(self._engine, torch.float16)
 
     def _set_static_graph(self) -> None:
         self.static_graph = True

@@ -6,11 +6,10 @@ parameters, within one version, so that a reader is admitted to both by one lock
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import DivergenceError
 from ..shard_tensor.tensor import ShardTensor
@@ -23,15 +22,22 @@ __all__ = ["OptimizerStates"]
 
 
 class OptimizerStates:
-    """The optimizers of one model on this rank, which are not kept alive."""
+    """The optimizers of one model on this rank. Their state is kept until the ranks meet, should this rank drop them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._optimizers: MutableMapping[Any, None] = WeakIdKeyDictionary()
+        self._states: list[tuple[weakref.ref[Any], Any]] = []  # the optimizers, each with its state
 
-    def add(self, optimizer: Any) -> None:
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand out the state of an optimizer that holds parameters of the model, from now on."""
-        self._optimizers[optimizer] = None
+        if not any(ref() is optimizer and state is optimizer.state for ref, state in self._states):
+            others = [(ref, state) for ref, state in self._states if ref() not in (None, optimizer)]
+            self._states = [*others, (weakref.ref(optimizer), optimizer.state)]
+
+    def met(self) -> None:
+        """Note that all ranks have come to a collective: they have dropped what this rank has dropped before it."""
+        if any(ref() is None for ref, _ in self._states):
+            self._states = [(ref, state) for ref, state in self._states if ref() is not None]
 
     @property
     def are_read_alone(self) -> bool:
@@ -46,7 +52,7 @@ class OptimizerStates:
         """
         flat = self._runtime.schedule.units[part.unit].flats[part.flat]
         param = flat.params[part.param]
-        found = [value for one in list(self._optimizers) if (value := _entry(one, param, part.key)) is not None]
+        found = [value for _, state in self._states if (value := _entry(state, param, part.key)) is not None]
         if len(found) != 1:
             raise DivergenceError(
                 f"{len(found) or 'no'} optimizers of it that have stepped on the model or were loaded have {part.key!r} of "
@@ -74,7 +80,11 @@ class OptimizerStates:
         """
         unit: Any = param._unit
         flat, index = unit.find(param)
-        if flat.split or not self.are_read_alone or not any(_entry(one, param, key) is own for one in self._optimizers):
+        if (
+            flat.split
+            or not self.are_read_alone
+            or not any(_entry(state, param, key) is own for _, state in self._states)
+        ):
             return None
         if self._runtime.collectives.world == 1:
             state: torch.Tensor = flat.read_state(index, key, own._local, None)
@@ -83,8 +93,8 @@ class OptimizerStates:
             return None if reading is None else flat.read_state(index, key, own._local, reading)
 
 
-def _entry(optimizer: Any, param: ShardTensor, key: str) -> ShardTensor | None:
-    """Return the sharded state of `param` under `key`; None if the optimizer has none."""
-    entries = optimizer.state.get(param)
+def _entry(state: Any, param: ShardTensor, key: str) -> ShardTensor | None:
+    """Return what an optimizer's state has of `param` under `key`; None if that is no sharded tensor."""
+    entries = state.get(param)
     value = entries.get(key) if isinstance(entries, dict) else None
     return value if isinstance(value, ShardTensor) else None

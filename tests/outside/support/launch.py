@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -56,6 +57,8 @@ def run(program: Program, command: Sequence[str], arguments: Sequence[str], data
     record = place / "record"
     for folder in (found.folder, record, place / "home"):
         folder.mkdir(parents=True)
+    for name in program.beside:
+        shutil.copy(Path(command[-1]).parent / name, found.folder / name)
     environment = {
         **{name: os.environ[name] for name in _KEPT if name in os.environ},
         "HOME": str(place / "home"),
@@ -81,6 +84,8 @@ def run(program: Program, command: Sequence[str], arguments: Sequence[str], data
         if found.failed:
             break
     (place / "output.txt").write_text(found.output)
+    for name in program.beside:
+        (found.folder / name).unlink()
     for path in sorted(record.glob("rank*.jsonl")):
         rank = path.stem.removeprefix("rank")
         records = [json.loads(line) for line in path.read_text().splitlines()]

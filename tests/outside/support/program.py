@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .sources import Own, Source
 
-__all__ = ["ACCELERATE", "Program", "Switch", "Tolerance"]
+__all__ = ["ACCELERATE", "TORCHRUN", "Program", "Switch", "Tolerance"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ _LAUNCH = (
     "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "{ranks}", "--num_machines", "1",
     "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no",
 )  # fmt: skip
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}")
+TORCHRUN = Switch("-m torch_shard", _TORCHRUN, (*_TORCHRUN, "-m", "torch_shard"))
 ACCELERATE = Switch("-m accelerate_shard", _LAUNCH, (*_LAUNCH, "-m", "accelerate_shard"))
 
 
@@ -68,6 +70,7 @@ class Program:
         switch: how it is started.
         then: arguments of further runs in the same folder, one after the other: to resume, for example.
         prepare: makes data and pretrained files in a folder, once for both.
+        beside: files of the program's folder that it expects in its working directory.
         ranks: number of processes.
         stand_ins: names of files in ``stand_ins``.
         environment: variables for both runs.
@@ -84,6 +87,7 @@ class Program:
     switch: Switch
     then: Sequence[Sequence[str]] = ()
     prepare: Callable[[Path], object] | None = None
+    beside: Sequence[str] = ()
     ranks: int = 2
     stand_ins: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
