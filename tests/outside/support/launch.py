@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -54,8 +55,12 @@ def run(program: Program, command: Sequence[str], arguments: Sequence[str], data
     """
     found = Run(place / "work")
     record = place / "record"
-    for folder in (found.folder, record, place / "home"):
+    for folder in (record, place / "home"):
         folder.mkdir(parents=True)
+    if (data / "work").is_dir():
+        shutil.copytree(data / "work", found.folder)
+    else:
+        found.folder.mkdir()
     environment = {
         **{name: os.environ[name] for name in _KEPT if name in os.environ},
         "HOME": str(place / "home"),
