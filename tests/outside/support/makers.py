@@ -107,7 +107,7 @@ def stable_diffusion(folder: Path) -> None:
         text_encoder=transformers.CLIPTextModel(config),
         tokenizer=tokenizer,
         unet=unet,
-        scheduler=diffusers.DDPMScheduler(num_train_timesteps=20, clip_sample=False),
+        scheduler=diffusers.DDPMScheduler(clip_sample=False),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,

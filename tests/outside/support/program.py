@@ -48,7 +48,7 @@ class Tolerance:
         losses: relative and absolute, for the losses of every backward.
         files: relative and absolute, for floating-point numbers in files.
         pixels: how far pixels of saved images may be apart, of 255.
-        noise: patterns of entries in files, each with the absolute tolerance for it, for parameters whose gradient is zero but for
+        noise: patterns of entries in files, each with its absolute tolerance: for parameters whose gradient is zero but for
             rounding, which Adam scales up. The bias of attention's keys is one: softmax takes no notice of it.
         reason: why it is not the default.
     """
