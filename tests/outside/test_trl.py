@@ -64,7 +64,7 @@ PROGRAMS = [
     Program(
         "trl sft with LoRA",
         Packaged("trl", "scripts/sft.py"),
-        arguments("--use_peft", "--lora_r=2", "--lora_target_modules=q_proj,v_proj", "--lora_dropout=0"),
+        arguments("--use_peft", "--lora_r=2", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropout=0"),
         ACCELERATE,
         prepare=texts,
     ),
