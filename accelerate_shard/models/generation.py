@@ -38,7 +38,8 @@ ROOM = 1.25
 def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``generate`` of transformers and PEFT on full parameters. Collective, with any inputs.
 
-    A rank that calls it alone, while the others do something else, generates alone. Inside ``engine.gathered()`` nothing is gathered, and it is not collective.
+    A rank that calls it alone, while the others do something else, generates alone. Inside ``engine.gathered()`` nothing is
+    gathered, and it is not collective.
 
     Raises:
         MissingRankError: some rank has not come, neither to this nor to anything else.

@@ -1,9 +1,9 @@
 """``model.save_pretrained`` on a sharded model: full tensors, written by transformers' and PEFT's own code.
 
 Without ``state_dict=`` the call is collective: the tensors are gathered unit by unit on the CPU of the rank that writes, and all
-ranks return when the files are there. A rank that calls it alone, as under ``if accelerator.is_main_process:``, reads the
-tensors from the others and returns when it has written. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
-collective. The libraries never see a state dict of shards.
+ranks return when the files are there. A rank that calls it alone, as under ``if accelerator.is_main_process:``, reads the tensors
+from the others and returns when it has written. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``,
+it is not collective. The libraries never see a state dict of shards.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ __all__ = ["save_pretrained"]
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
 
-    A rank that calls it alone, while the others do something else, writes alone. In a hook of ``save_state``, and in the ``save_pretrained`` of a model around it, it is not collective, and the rank that
-    runs the hook or the outer call writes alone (see :mod:`.full_weights`).
+    A rank that calls it alone, while the others do something else, writes alone. In a hook of ``save_state``, and in the
+    ``save_pretrained`` of a model around it, it is not collective, and the rank that runs the hook or the outer call writes alone
+    (see :mod:`.full_weights`).
 
     The ranks with ``is_main_process=True`` write. If all of them pass that and the same directory, rank 0 writes.
 

@@ -149,6 +149,19 @@ def test_a_rank_reads_alone_what_plain_torch_gives(rank: int, read: str, where: 
     assert engine.statistics().lone_reads > 0 or rank > 0
 
 
+@ranks(2)
+def test_a_rank_goes_on_reading_alone_with_and_without_gradients(rank: int) -> None:
+    sharded, engine, plain = made(timeout=5)
+    if rank == 0:
+        for _ in range(2):
+            for read in ("a forward", "a norm", "an item"):
+                same(READS[read](sharded, engine), READS[read](plain, engine))
+    dist.barrier()
+    for model in (sharded, plain):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "zero2": {"strategy": "shard_grad_op"},
     "zero1": {"strategy": "shard_optim"},

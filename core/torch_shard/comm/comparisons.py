@@ -97,6 +97,9 @@ class Comparisons:
         if self._left is not None:
             if purpose is Purpose.READS and not self._left.done():
                 return False
+            # A partner may never come to what this rank has left, since its script has ended, for example.
+            if purpose is Purpose.RECORDS and not self._come(self._left, alone_after, watchdog.timeout):
+                return False
             self._end_left(what)
         if self._error is not None:
             if reads:

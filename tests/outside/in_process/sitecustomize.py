@@ -66,6 +66,7 @@ def _record(kind: str, value: Any) -> None:
 
 
 def _watch_torch(torch: ModuleType) -> None:
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
     backward = torch.autograd.backward
 
     @functools.wraps(backward)
@@ -127,7 +128,7 @@ def _start() -> None:
         return
     import random
 
-    # torch's generators have a fixed first seed; Python's and NumPy's do not, and not all programs seed them.
+    # Not all programs set seeds, and these generators begin with random ones.
     random.seed(int(os.environ.get("RANK", "0")))
     _after("numpy", _seed_numpy)
     _after("torch", _watch_torch)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .files import Pixels, read
+from .files import Pixels, read, without_dates
 from .program import Tolerance
 
 __all__ = ["Report", "compare_files", "compare_losses"]
@@ -50,7 +50,7 @@ def compare_losses(
     return report
 
 
-def compare_files(expected: Path, found: Path, tolerance: Tolerance, left_out: Mapping[str, str]) -> Report:
+def compare_files(expected: Path, found: Path, tolerance: Tolerance, left_out: Sequence[str]) -> Report:
     """Compare all files below two folders but those whose path matches a pattern in `left_out`."""
     report = Report()
     names, ours = _files(expected, left_out), _files(found, left_out)
@@ -64,13 +64,13 @@ def compare_files(expected: Path, found: Path, tolerance: Tolerance, left_out: M
     return report
 
 
-def _files(folder: Path, left_out: Mapping[str, str]) -> dict[str, Path]:
-    """Return the files below a folder by path, where a log's name is without the time, host and process in it."""
+def _files(folder: Path, left_out: Sequence[str]) -> dict[str, Path]:
+    """Return the files below a folder by path, without the dates, hosts and processes that names have in them."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and not any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
-            found[re.sub(r"(events\.out\.tfevents)[^/]*", r"\1", name)] = path
+            found[without_dates(re.sub(r"(events\.out\.tfevents)[^/]*", r"\1", name))] = path
     return found
 
 
@@ -97,6 +97,8 @@ def _compare(
     elif _is_number(expected):
         _compare_tensors(torch.tensor(expected), torch.tensor(found), where, tolerance, limits, report)
     elif _is_data(expected):
+        if isinstance(expected, str):
+            expected, found = without_dates(expected), without_dates(found)
         if expected != found:
             report.differences.append(f"{where}: {expected!r:.80} under DDP, {found!r:.80} here")
     elif hasattr(expected, "__dict__"):  # an object that was pickled, such as the arguments of a Trainer
@@ -115,6 +117,7 @@ def _compare_tensors(
         if one != other:
             report.differences.append(f"{where}: {name} {one} under DDP, {other} here")
             return
+    limits = next(((0.0, bound) for name, bound in tolerance.noise.items() if fnmatch.fnmatch(where, name)), limits)
     if isinstance(expected, Pixels):
         limits = (0.0, float(tolerance.pixels))
     elif not (expected.is_floating_point() or expected.is_complex()):

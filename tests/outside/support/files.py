@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Pixels", "read"]
+__all__ = ["Pixels", "read", "without_dates"]
 
 # Keys of logs whose values are times.
 _TIMES = re.compile(r"(runtime|per_second|_time|_seconds|elapsed|time)$")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d(\.\d+)?")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
+
+
+def without_dates(text: str) -> str:
+    """Return a text with the word DATE in place of dates with a time."""
+    return _DATE.sub("DATE", text)
 
 
 class Pixels(torch.Tensor):
@@ -100,7 +106,7 @@ def _text(path: Path) -> Any:
     """Return a text as its numbers and what is between them; the bytes of a file that is no text."""
     contents = path.read_bytes()
     try:
-        text = contents.decode()
+        text = without_dates(contents.decode())
     except UnicodeDecodeError:
         return contents
     return {"text": _NUMBER.sub("#", text), "numbers": [float(number) for number in _NUMBER.findall(text)]}

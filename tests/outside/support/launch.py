@@ -55,8 +55,12 @@ def run(program: Program, command: Sequence[str], arguments: Sequence[str], data
     """
     found = Run(place / "work")
     record = place / "record"
-    for folder in (found.folder, record, place / "home"):
+    for folder in (record, place / "home"):
         folder.mkdir(parents=True)
+    if (data / "work").is_dir():
+        shutil.copytree(data / "work", found.folder)
+    else:
+        found.folder.mkdir()
     for name in program.beside:
         shutil.copy(Path(command[-1]).parent / name, found.folder / name)
     environment = {

@@ -50,12 +50,15 @@ class Tolerance:
         losses: relative and absolute, for the losses of every backward.
         files: relative and absolute, for floating-point numbers in files.
         pixels: how far pixels of saved images may be apart, of 255.
+        noise: patterns of entries in files, each with its absolute tolerance: for parameters whose gradient is zero but for
+            rounding, which Adam scales up. The bias of attention's keys is one: softmax takes no notice of it.
         reason: why it is not the default.
     """
 
     losses: tuple[float, float] = (1e-5, 1e-6)
     files: tuple[float, float] = (1e-5, 1e-6)
     pixels: int = 1
+    noise: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -69,7 +72,8 @@ class Program:
         arguments: of its first run. ``{data}`` is the folder that `prepare` has filled.
         switch: how it is started.
         then: arguments of further runs in the same folder, one after the other: to resume, for example.
-        prepare: makes data and pretrained files in a folder, once for both.
+        prepare: makes data and pretrained files in a folder, once for both. What it puts into ``work`` there is copied to the
+            working directory of both runs, and not compared: `load_dataset("owner/name")` and the like look there first.
         beside: files of the program's folder that it expects in its working directory.
         ranks: number of processes.
         stand_ins: names of files in ``stand_ins``.
