@@ -359,7 +359,8 @@ class Engine:
         ``optimizer.state_dict()`` gives what this rank has: shards of the state, and of optimizers that step on full matrices
         (:mod:`torch_shard.optim`) the state of those that this rank owns.
 
-        One rank alone may call it for an element-wise optimizer whose state is on the devices, while the others do other things.
+        One rank alone may call it, while the others do something else, if the optimizer is element-wise and its state is on the
+        devices.
 
         Args:
             optimizer: any that holds parameters of this model.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -70,6 +70,7 @@ __all__ = [
     "group_timeout",
     "in_batch",
     "is_parameter",
+    "is_readable_alone",
     "is_solo",
     "limit_values",
     "load_optim_state_dict",
@@ -83,6 +84,7 @@ __all__ = [
     "plain_copy",
     "precision_of",
     "read_alone",
+    "reading_alone",
     "refusal_of",
     "refuse_inside",
     "refuse_pickling",
@@ -103,13 +105,30 @@ def agree(engine: Engine, what: str, key: object = None, error: Exception | None
     consensus.agree(engine._runtime, what, key, error)
 
 
-def all_read(engine: Engine, what: str) -> bool:
+def all_read(engine: Engine, what: str, alone: bool = True) -> bool:
     """Return True if all ranks have come to `what`, which reads the model; False if the others do something else. Collective.
 
-    A rank that is late is waited for.
+    A rank that is late is waited for. Without `alone` it is an error on all ranks if the others do something else.
     """
     with engine._runtime.lone.until_end():
-        return consensus.met(engine._runtime, what, None, None, sure=True)
+        return consensus.met(engine._runtime, what, None, None, sure=True, alone=alone)
+
+
+@contextlib.contextmanager
+def reading_alone(engines: Sequence[Engine], what: str) -> Iterator[None]:
+    """Let this rank alone read models inside, in one version: the other ranks' next steps wait. Not collective.
+
+    For a rank to which :func:`all_read` has said that the others do something else.
+    """
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine._runtime.lone.alone(what))
+        yield
+
+
+def is_readable_alone(engine: Engine, optimizer: Any) -> bool:
+    """Return True if one rank alone can read all of an optimizer's state from the others. Not collective."""
+    return named_state.is_readable_alone(engine._runtime, optimizer)
 
 
 def read_alone(tensor: ShardTensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from .checks import (
     units_of,
 )
 from .elementwise.step import FlatStep
-from .engines_of_optimizer import OPEN, first_runtime, params_of, runtimes_of
+from .engines_of_optimizer import OPEN, first_runtime, open_runtime_of, params_of, runtimes_of
 from .host.step import HostStep, refuse_offloaded, steps_on_host
 from .matrix.state import is_matrix
 from .matrix.step import MatrixStep
@@ -176,11 +176,13 @@ class StepWatch:
         params = params_of(optimizer)
         for number, entries in state_dict["state"].items():
             param = params[number] if isinstance(number, int) and number < len(params) else None
-            if not isinstance(param, ShardTensor) or not isinstance(entries, dict):
+            held = open_runtime_of(param)
+            if held is None or not isinstance(param, ShardTensor) or not isinstance(entries, dict):
                 continue
+            unit_ref: Any = param._unit_ref
             for key, value in entries.items():
                 if isinstance(value, ShardTensor) and isinstance(key, str) and same_cut(value._spec, param._spec):
-                    value._shard_state.state_of = weakref.ref(param), key
+                    value._shard_state.state_of = unit_ref, held.optimizer_states.part_of(param, key)
 
     def _led(self, optimizer: Any) -> Runtime | None:
         """Return the runtime if this watch leads the steps of `optimizer`."""

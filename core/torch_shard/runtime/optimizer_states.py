@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.one_sided.partners import ShardPart
 from ..errors import DivergenceError
 from ..shard_tensor.tensor import ShardTensor
 
 if TYPE_CHECKING:
-    from ..comm.one_sided.partners import ShardPart
     from .runtime import Runtime
 
 __all__ = ["OptimizerStates"]
@@ -50,8 +50,7 @@ class OptimizerStates:
         Raises:
             DivergenceError: no optimizer of this rank has it, or several have.
         """
-        flat = self._runtime.schedule.units[part.unit].flats[part.flat]
-        param = flat.params[part.param]
+        param = self._flat(part).params[part.param]
         found = [value for _, state in self._states if (value := _entry(state, param, part.key)) is not None]
         if len(found) != 1:
             raise DivergenceError(
@@ -63,13 +62,18 @@ class OptimizerStates:
             torch.cuda.current_stream(shard.device).wait_event(changed)  # the thread has a stream of its own
         return shard.cpu().contiguous()
 
-    def read(self, param: ShardTensor, key: str, own: ShardTensor) -> torch.Tensor | None:
+    def part_of(self, param: ShardTensor, key: str) -> ShardPart:
+        """Return the name that all ranks give to the state of `param` under `key`."""
+        unit: Any = param._unit
+        flat, index = unit.find(param)
+        return ShardPart(unit.index, unit.flats.index(flat), "state", param=index, key=key)
+
+    def read(self, part: ShardPart, own: ShardTensor) -> torch.Tensor | None:
         """Return full state, which this rank reads whatever the others do: plain, in new memory, on the device. Not collective.
 
         Args:
-            param: a parameter of the model.
-            key: the state's key.
-            own: the state, cut like `param`.
+            part: the result of :meth:`part_of`.
+            own: the state, cut like its parameter.
 
         Returns:
             The values; None where reads alone are switched off, the state lies in host memory, or no optimizer holds `own` (any
@@ -78,19 +82,22 @@ class OptimizerStates:
         Raises:
             DivergenceError: another rank has other state, or has stepped already.
         """
-        unit: Any = param._unit
-        flat, index = unit.find(param)
+        flat = self._flat(part)
+        param = flat.params[part.param]
         if (
             flat.split
             or not self.are_read_alone
-            or not any(_entry(state, param, key) is own for _, state in self._states)
+            or not any(_entry(state, param, part.key) is own for _, state in self._states)
         ):
             return None
         if self._runtime.collectives.world == 1:
-            state: torch.Tensor = flat.read_state(index, key, own._local, None)
+            state: torch.Tensor = flat.read_state(part, own._local, None)
             return state
-        with self._runtime.lone.alone(f"the {key} of {param._spec.name}") as reading:
-            return None if reading is None else flat.read_state(index, key, own._local, reading)
+        with self._runtime.lone.alone(f"the {part.key} of {param._spec.name}") as reading:
+            return None if reading is None else flat.read_state(part, own._local, reading)
+
+    def _flat(self, part: ShardPart) -> Any:
+        return self._runtime.schedule.units[part.unit].flats[part.flat]
 
 
 def _entry(state: Any, param: ShardTensor, key: str) -> ShardTensor | None:

@@ -13,6 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..comm.collectives import Collectives
+    from ..comm.one_sided.partners import ShardPart
     from ..comm.one_sided.versions import Versions
     from .tensor import ShardTensor
 
@@ -130,5 +131,5 @@ class OnDemandPort(Protocol):
 class OptimizerStatesPort(Protocol):
     """The part of what knows a model's optimizers that their sharded state uses."""
 
-    def read(self, param: ShardTensor, key: str, own: ShardTensor) -> torch.Tensor | None:
-        """Return the full state of `param` under `key`, of which this rank has `own`; None where it can't read alone."""
+    def read(self, part: ShardPart, own: ShardTensor) -> torch.Tensor | None:
+        """Return full state, which the ranks call `part`, and of which this rank has `own`; None where it can't read alone."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from ..comm.one_sided.partners import ShardPart
     from ..offload.pending_writes import PendingWrites
     from .spec import ShardSpec
 
@@ -43,7 +44,8 @@ class ShardState:
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
-        state_of: weak reference to the parameter, and the state's key, if the tensor came with an optimizer's ``state_dict()``.
+        state_of: weak reference to the parameter's unit, and what ranks call the state, if the tensor came with an optimizer's
+            ``state_dict()``.
     """
 
     __slots__ = (
@@ -74,7 +76,7 @@ class ShardState:
     waits_for: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
     pending_writes: PendingWrites | None
-    state_of: tuple[weakref.ref[Any], str] | None
+    state_of: tuple[weakref.ref[Any], ShardPart] | None
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
         self.local = local

@@ -161,10 +161,11 @@ class ShardTensor(torch.Tensor):
         unit = self._unit
         if unit is not None:
             return unit.runtime.on_demand.full_for_file(unit, self)
-        of, key = self._shard_state.state_of or (None, "")
-        param: ShardTensor | None = None if of is None else of()
-        unit = None if param is None else param._unit
-        return None if unit is None or param is None else unit.runtime.optimizer_states.read(param, key, self)
+        if self._shard_state.state_of is None:
+            return None
+        unit_ref, part = self._shard_state.state_of
+        unit = unit_ref()
+        return None if unit is None else unit.runtime.optimizer_states.read(part, self)
 
     # -- copying, showing, saving ---------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -98,7 +98,7 @@ def optim_state_dict(
         taken = {**taken, "state": {key: entries for key, entries in taken["state"].items() if key not in others}}
     cut = sharded_entries(runtime, numbers, taken["state"])
     with runtime.lone.until_end():
-        may_be_alone = _is_readable_alone(runtime, optimizer, taken["state"])
+        may_be_alone = given is None and is_readable_alone(runtime, optimizer)
         together = met(runtime, what, (len(numbers), cut.key), error, sure=True, alone=may_be_alone)
         wanted = not (rank0_only and together) or runtime.collectives.world_rank == 0
         elsewhere = matrix_state.descriptions(runtime, taken["state"], len(numbers), what) if together else {}
@@ -127,13 +127,14 @@ def optim_state_dict(
     return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
 
 
-def _is_readable_alone(runtime: Runtime, optimizer: Any, state: Mapping[Any, Any]) -> bool:
-    """Return True if this rank can read all of an optimizer's state alone: every sharded entry is cut like its parameter."""
+def is_readable_alone(runtime: Runtime, optimizer: Any) -> bool:
+    """Return True if one rank alone can read all of an optimizer's state: every sharded entry is cut like its parameter.
+
+    Not collective.
+    """
     if matrix_state.is_matrix(runtime, optimizer) or not runtime.optimizer_states.are_read_alone:
         return False
-    params = params_of(optimizer)
-    for number, entries in state.items():
-        param = params[number] if is_number(number, params) else None
+    for param, entries in optimizer.state.items():
         for kind, value in entries.items() if isinstance(entries, Mapping) else ():
             if not any(isinstance(t, ShardTensor) or is_dtensor(t) for t in state_tree.tensors_of(value)):
                 continue
@@ -145,17 +146,22 @@ def _is_readable_alone(runtime: Runtime, optimizer: Any, state: Mapping[Any, Any
 
 
 def _values_read_alone(params: list[Any], state: Mapping[Any, Any]) -> Iterator[list[tuple[int, Any, Any]]]:
-    """Yield number, kind and full value of the sharded state that :func:`_is_readable_alone`. Not collective.
+    """Yield number, kind and full value of the sharded state, of which :func:`is_readable_alone` is true. Not collective.
 
     Raises:
         DivergenceError: another rank has other state, or has stepped already.
+        StateDictError: the state dict has other tensors than the optimizer.
     """
     for number, entries in state.items():
         for kind, value in entries.items() if isinstance(entries, Mapping) else ():
             if isinstance(value, ShardTensor):
-                runtime: Any = open_runtime_of(params[number])
-                full = runtime.optimizer_states.read(params[number], kind, value)
-                assert full is not None, "a rank that reads alone may do so"
+                states = open_runtime_of(params[number]).optimizer_states  # type: ignore[union-attr]
+                full = states.read(states.part_of(params[number], kind), value)
+                if full is None:
+                    raise StateDictError(
+                        f"{kind!r} of {params[number]._spec.name} is not what the optimizer holds, since a hook of state_dict() "
+                        "has replaced it; one rank alone can't read it. Save on every rank."
+                    )
                 yield [(number, kind, full)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -270,17 +269,15 @@ class FlatBuffer:
         """
         return self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.shard_to_send)
 
-    def read_state(self, index: int, key: str, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Return optimizer state that is cut like parameter `index`, as :meth:`read_parameter` does.
+    def read_state(self, part: ShardPart, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+        """Return optimizer state that is cut like a parameter of this buffer, as :meth:`read_parameter` returns parameters.
 
         Args:
-            index: the parameter's number in this buffer.
-            key: the state's key, such as ``"exp_avg"``.
+            part: the state.
             local: this rank's shard of it.
             reading: as for :meth:`read_parameter`.
         """
-        part = replace(self._part("state"), param=index, key=key)
-        return self._read_pieces(index, local.dtype, reading, lambda start, stop: part, lambda part: local)
+        return self._read_pieces(part.param, local.dtype, reading, lambda start, stop: part, lambda part: local)
 
     def _read_pieces(
         self,
@@ -315,9 +312,7 @@ class FlatBuffer:
                 reading.fill(pieces, parts)
         return values.as_strided(slot.shape, slot.stride)
 
-    def _part(
-        self, form: Literal["stored", "sent", "state"], start: int | None = None, stop: int | None = None
-    ) -> ShardPart:
+    def _part(self, form: Literal["stored", "sent"], start: int | None = None, stop: int | None = None) -> ShardPart:
         unit = self.unit()
         assert unit is not None
         return ShardPart(unit.index, unit.flats.index(self), form, start, stop)
