@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from .support import makers
 from .support.program import TORCHRUN, Program
-from .support.sources import Outside
+from .support.sources import Outside, Packaged
 
 
 def _tokens(folder: Path) -> None:
@@ -18,6 +19,14 @@ def _tokens(folder: Path) -> None:
     for name, count in (("train", 20_000), ("val", 4_000)):
         draw.integers(0, 60, count).astype(numpy.uint16).tofile(folder / f"{name}.bin")
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
+
+
+def _clip(folder: Path) -> None:
+    vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+    model = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    (folder / "clip").mkdir()
+    (folder / "clip" / "open_clip_config.json").write_text(json.dumps({"model_cfg": model, "preprocess_cfg": {}}))
 
 
 def _classes(folder: Path) -> None:
@@ -40,6 +49,13 @@ _TIMM = (
 )  # fmt: skip
 # Keys' biases have no gradient but rounding, which AdamW would make steps of without a larger epsilon.
 _VIT = ("--model-kwargs", "img_size=32", "depth=2", "embed_dim=32", "num_heads=2", "patch_size=8")
+
+OPEN_CLIP = Packaged("open_clip_train", module="open_clip_train.main")
+_OPEN_CLIP = (
+    "--model=local-dir:{data}/clip", "--dataset-type=synthetic", "--train-data=none", "--train-num-samples=24", "--batch-size=4",
+    "--epochs=2", "--workers=0", "--device=cpu", "--dist-backend=gloo", "--lr=1e-3", "--eps=1e-3", "--warmup=1", 
+    "--name=tiny", "--log-every-n-steps=1", "--precision=fp32", "--save-most-recent",
+)  # fmt: skip
 
 PROGRAMS = [
     Program(
@@ -67,6 +83,24 @@ PROGRAMS = [
         TORCHRUN,
         prepare=_classes,
         stand_ins=["cpu_as_cuda"],
+    ),
+    Program(
+        "open_clip's training: features of all ranks in the loss, a clamped scale, checkpoints of rank 0",
+        OPEN_CLIP,
+        (*_OPEN_CLIP, "--gather-with-grad", "--local-loss", "--grad-clip-norm=1.0"),
+        TORCHRUN,
+        prepare=_clip,
+        stand_ins=["cpu_as_cuda"],
+        not_compared={"logs/tiny/out.log": "it has times"},
+    ),
+    Program(
+        "open_clip's training: static graph, gradient accumulation, checkpointed activations",
+        OPEN_CLIP,
+        (*_OPEN_CLIP, "--ddp-static-graph", "--accum-freq=2", "--grad-checkpointing"),
+        TORCHRUN,
+        prepare=_clip,
+        stand_ins=["cpu_as_cuda"],
+        not_compared={"logs/tiny/out.log": "it has times"},
     ),
 ]
 
