@@ -53,7 +53,7 @@ _VIT = ("--model-kwargs", "img_size=32", "depth=2", "embed_dim=32", "num_heads=2
 OPEN_CLIP = Packaged("open_clip_train", module="open_clip_train.main")
 _OPEN_CLIP = (
     "--model=local-dir:{data}/clip", "--dataset-type=synthetic", "--train-data=none", "--train-num-samples=24", "--batch-size=4",
-    "--epochs=2", "--workers=0", "--device=cpu", "--dist-backend=gloo", "--lr=1e-3", "--eps=1e-3", "--warmup=1", 
+    "--epochs=2", "--workers=0", "--device=cpu", "--dist-backend=gloo", "--lr=1e-3", "--eps=1e-3", "--warmup=1",
     "--name=tiny", "--log-every-n-steps=1", "--precision=fp32", "--save-most-recent",
 )  # fmt: skip
 
