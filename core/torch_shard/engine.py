@@ -364,7 +364,7 @@ class Engine:
 
         Args:
             optimizer: any that holds parameters of this model.
-            rank0_only: the other ranks get an empty dict, unless one calls this alone.
+            rank0_only: the other ranks get an empty dict.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: the optimizer's own state dict

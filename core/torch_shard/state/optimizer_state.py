@@ -71,7 +71,7 @@ def optim_state_dict(
     Args:
         runtime: the engine's runtime.
         optimizer: an optimizer that holds parameters of the model.
-        rank0_only: ranks other than 0 return an empty dict, unless one calls this alone.
+        rank0_only: ranks other than 0 return an empty dict.
         model: the model, which has the names of ignored parameters.
         given: state by number, which takes the place of the optimizer's own.
         own: leave out the state of parameters that are not the model's.
@@ -100,14 +100,14 @@ def optim_state_dict(
     with runtime.lone.until_end():
         may_be_alone = given is None and is_readable_alone(runtime, optimizer)
         together = met(runtime, what, (len(numbers), cut.key), error, sure=True, alone=may_be_alone)
-        wanted = not (rank0_only and together) or runtime.collectives.world_rank == 0
+        wanted = not rank0_only or runtime.collectives.world_rank == 0
         elsewhere = matrix_state.descriptions(runtime, taken["state"], len(numbers), what) if together else {}
         # A snapshot: the next step changes what is not sharded.
         found = {n: state_tree.copied(entries, "cpu") for n, entries in taken["state"].items()} if wanted else {}
         values = (
             full_values(runtime, cut, elsewhere, taken["state"], wanted, what)
             if together
-            else _values_read_alone(numbers, taken["state"])
+            else _values_read_alone(numbers, taken["state"] if wanted else {})
         )
         for gathered in values:
             for number, kind, value in gathered if wanted else ():
