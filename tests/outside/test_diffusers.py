@@ -59,7 +59,7 @@ def text_to_image(*more: str, data: str = "--train_data_dir={data}/images") -> S
     )  # fmt: skip
 
 
-KEYS = Tolerance(noise={"*.to_k.bias": 1e-4}, reason="Adam, and the bias of attention's keys")
+KEYS = Tolerance(noise={"*.to_k.bias": 1e-4, "*.k_proj.bias": 1e-4}, reason="Adam, and the bias of attention's keys")
 INSTANCES = "--instance_data_dir={data}/images"
 PROGRAMS = [
     Program(
@@ -90,6 +90,7 @@ PROGRAMS = [
         text_to_image("--instance_prompt=a b", "--train_text_encoder", data=INSTANCES),
         ACCELERATE,
         prepare=instances,
+        tolerance=KEYS,
     ),
     Program(
         "train_dreambooth_lora",
