@@ -40,6 +40,7 @@ from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
 from ..unit.module_params import copy_attributes
 from .clipping import clip_norm, engines_over, limit_values
+from .lone_files import read_alone, write_full_safetensors
 
 __all__ = [
     "OTHER_STATE",
@@ -93,6 +94,7 @@ __all__ = [
     "tensors_of",
     "wait_for_all",
     "with_shard",
+    "write_full_safetensors",
 ]
 
 
@@ -111,20 +113,6 @@ def all_read(engine: Engine, what: str) -> bool:
     """
     with engine._runtime.lone.until_end():
         return consensus.met(engine._runtime, what, None, None, sure=True)
-
-
-def read_alone(tensor: ShardTensor) -> torch.Tensor:
-    """Return the full values of a sharded parameter, which this rank reads whatever the others do: plain. Not collective.
-
-    Raises:
-        ShardPicklingError: it is no parameter, or reads alone are switched off.
-    """
-    unit = tensor._unit
-    found = None if unit is None else unit.runtime.on_demand.full_for_file(unit, tensor)
-    if found is None:
-        tensor.__reduce_ex__(2)  # raises
-        raise AssertionError
-    return found
 
 
 def refuse_pickling(param: ShardTensor) -> NoReturn:
