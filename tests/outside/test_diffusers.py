@@ -71,6 +71,22 @@ PROGRAMS = [
         tolerance=KEYS,
     ),
     Program(
+        "train_unconditional, an average's weights copied in on rank 0",
+        UNCONDITIONAL,
+        (*_UNCONDITIONAL, "--use_ema"),
+        ACCELERATE,
+        prepare=unconditional,
+        refused="may not copy an average's weights into it",
+    ),
+    Program(
+        "train_unconditional, save_state on rank 0",
+        UNCONDITIONAL,
+        (*_UNCONDITIONAL, "--checkpointing_steps=3"),
+        ACCELERATE,
+        prepare=unconditional,
+        refused="Accelerator.save_state",
+    ),
+    Program(
         "train_text_to_image, validation on rank 0",
         TEXT_TO_IMAGE,
         text_to_image("--validation_prompts", "a b", "--validation_epochs=1", "--gradient_accumulation_steps=2"),
