@@ -24,10 +24,10 @@ from torch_shard.errors import ShardError
 LIMIT = 3.0
 
 
-def made() -> tuple[nn.Module, torch_shard.Engine]:
+def made(limit: float = LIMIT) -> tuple[nn.Module, torch_shard.Engine]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    return model, torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=LIMIT, alone_after=0.1)
+    return model, torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=limit, alone_after=0.1)
 
 
 def dies(*_: Any) -> None:
@@ -184,11 +184,17 @@ def test_a_lone_edit_does_not_reach_the_partners_and_is_an_error() -> None:
     assert partner in ("DivergenceError", "MissingRankError")  # in its step, to which the editor does not come
 
 
-def edits(rank: int, world_size: int) -> str:
-    model, _ = made()
+def test_the_error_comes_at_once_where_the_partner_waits_for_the_editor() -> None:
+    assert run(2, edits, 600.0, timeout=40) == ["DivergenceError", ""]
+
+
+def edits(rank: int, world_size: int, limit: float = LIMIT) -> str:
+    model, _ = made(limit)
     if rank == 0:
         with torch.no_grad():
             model[0].weight.mul_(2)
         found = outcome(read, model)
         assert found == "DivergenceError"
+        if limit > LIMIT:
+            step(model)
     return outcome(step, model) if rank else found

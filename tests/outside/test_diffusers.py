@@ -59,7 +59,7 @@ def text_to_image(*more: str, data: str = "--train_data_dir={data}/images") -> S
     )  # fmt: skip
 
 
-KEYS = Tolerance(noise={"*.to_k.bias": 1e-4}, reason="Adam, and the bias of attention's keys")
+KEYS = Tolerance(noise={"*.to_k.bias": 1e-4, "*.k_proj.bias": 1e-4}, reason="Adam, and the bias of attention's keys")
 INSTANCES = "--instance_data_dir={data}/images"
 PROGRAMS = [
     Program(
@@ -69,6 +69,22 @@ PROGRAMS = [
         ACCELERATE,
         prepare=unconditional,
         tolerance=KEYS,
+    ),
+    Program(
+        "train_unconditional, an average's weights copied in on rank 0",
+        UNCONDITIONAL,
+        (*_UNCONDITIONAL, "--use_ema"),
+        ACCELERATE,
+        prepare=unconditional,
+        refused="may not copy an average's weights into it",
+    ),
+    Program(
+        "train_unconditional, save_state on rank 0",
+        UNCONDITIONAL,
+        (*_UNCONDITIONAL, "--checkpointing_steps=3"),
+        ACCELERATE,
+        prepare=unconditional,
+        refused="Accelerator.save_state",
     ),
     Program(
         "train_text_to_image, validation on rank 0",
@@ -90,6 +106,7 @@ PROGRAMS = [
         text_to_image("--instance_prompt=a b", "--train_text_encoder", data=INSTANCES),
         ACCELERATE,
         prepare=instances,
+        tolerance=KEYS,
     ),
     Program(
         "train_dreambooth_lora",

@@ -111,6 +111,8 @@ class Comparisons:
         else:
             with service.lock:
                 number = service.issued = channel.count()
+                if not reads:
+                    service.joined = number
                 flags[LEFT] = service.promised >= number
         flags[purpose] = 1
         try:

@@ -39,6 +39,7 @@ from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
 from ..unit.module_params import copy_attributes
 from .clipping import clip_norm, engines_over, limit_values
+from .lone_files import read_alone, write_full_safetensors
 
 __all__ = [
     "OTHER_STATE",
@@ -94,6 +95,7 @@ __all__ = [
     "tensors_of",
     "wait_for_all",
     "with_shard",
+    "write_full_safetensors",
 ]
 
 
@@ -129,20 +131,6 @@ def reading_alone(engines: Sequence[Engine], what: str) -> Iterator[None]:
 def is_readable_alone(engine: Engine, optimizer: Any) -> bool:
     """Return True if one rank alone can read all of an optimizer's state from the others. Not collective."""
     return named_state.is_readable_alone(engine._runtime, optimizer)
-
-
-def read_alone(tensor: ShardTensor) -> torch.Tensor:
-    """Return the full values of a sharded tensor, which this rank reads whatever the others do: plain. Not collective.
-
-    Raises:
-        ShardPicklingError: it is neither a parameter nor state from an optimizer's ``state_dict()``, or reads alone are switched
-            off.
-    """
-    found = tensor._full_for_file()
-    if found is None:
-        tensor.__reduce_ex__(2)  # raises
-        raise AssertionError
-    return found
 
 
 def refuse_pickling(param: ShardTensor) -> NoReturn:

@@ -101,11 +101,12 @@ class LoneReads:
     def _begin(self, what: str) -> None:
         runtime = self._runtime
         c = runtime.collectives
-        partners = c.watchdog.channels["control"].groups.comparisons.partners
-        assert partners is not None
+        comparisons = c.watchdog.channels["control"].groups.comparisons
+        partners, service = comparisons.partners, comparisons.service
+        assert partners is not None and service is not None
         members = c.topology.shard_group_of(c.world_rank)
         with contextlib.ExitStack() as stack:
-            self.reading = stack.enter_context(partners.reading(members, runtime.key, runtime.versions))
+            self.reading = stack.enter_context(partners.reading(members, runtime.key, runtime.versions, service.issued))
             self._open = stack.pop_all()
         self.count += 1
         line = caller_line()

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checkpoints import consolidate
 from .comparison import compare_files, compare_losses
 from .launch import Run, run
 from .program import Program
@@ -68,6 +69,7 @@ def check(outcome: Outcome, folder: Path) -> None:
         raise AssertionError(_told("it fails", ours))
     _assert_used(ours, "shard", "DDP")
     outcome.result = "differs"
+    consolidate(ours.folder)
     losses = compare_losses(plain.losses, ours.losses, program.tolerance)
     given = [path.relative_to(data / "work").as_posix() for path in (data / "work").rglob("*") if path.is_file()]
     files = compare_files(plain.folder, ours.folder, program.tolerance, [*program.not_compared, *given])

@@ -15,12 +15,12 @@ __all__ = ["Pixels", "read", "without_dates"]
 
 # Keys of logs whose values are times.
 _TIMES = re.compile(r"(runtime|per_second|_time|_seconds|elapsed|time)$")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d(\.\d+)?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d(\.\d+)?|\b1\d{9}\.\d+\b")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
 
 
 def without_dates(text: str) -> str:
-    """Return a text with the word DATE in place of dates with a time."""
+    """Return a text with the word DATE in place of dates with a time, and of seconds since 1970."""
     return _DATE.sub("DATE", text)
 
 

@@ -42,6 +42,7 @@ class Service:
         address: where the service listens.
         lock: protects :attr:`issued` and :attr:`promised`.
         issued: the number of comparisons that this rank has issued.
+        joined: the number of the latest one to which all ranks must come before this rank goes on.
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
         served: when a partner was served last, by ``time.monotonic()``.
     """
@@ -51,7 +52,7 @@ class Service:
         self.rank = rank
         self._server, self.address = wire.listen()
         self.lock = threading.Lock()
-        self.issued = self.promised = 0
+        self.issued = self.promised = self.joined = 0
         self.served = 0.0
         self._left = threading.Event()  # the rank's script has ended, or it has left the group
         self._sources: dict[str, ShardSource] = {}
@@ -123,7 +124,10 @@ class Service:
                 wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
                 return
             self.served = time.monotonic()
-            answer = source.versions.admit(link, request["version"], request["seconds"])
+            # The reader comes to no comparison while it waits for the answer.
+            answer = source.versions.admit(
+                link, request["version"], request["seconds"], lambda: self.joined > request["issued"]
+            )
             if answer.outcome == "admitted":
                 admitted.append(source)
             wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
