@@ -13,23 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_shard import Offload, Precision
+from torch_shard import Offload
 from torch_shard.errors import ConfigError
+from torch_shard.frontend.fsdp_settings import SHARDING_STRATEGIES, precision_of_policy, units_of_policy
 from torch_shard.log import logger
 
 from .plugin import ShardPlugin, StateDictType
-from .wrap_policies import WholeModel, size_based, units_of_policy
+from .wrap_policies import WholeModel, size_based
 
 __all__ = ["KEYS", "Key", "from_fsdp_environment", "from_fsdp_plugin"]
 
-_STRATEGIES = {
-    "FULL_SHARD": "full_shard",
-    "SHARD_GRAD_OP": "shard_grad_op",
-    "NO_SHARD": "no_shard",
-    "HYBRID_SHARD": "hybrid_shard",
-    "HYBRID_SHARD_ZERO2": "hybrid_shard_zero2",
-}
-_ORDER = tuple(_STRATEGIES)  # Accelerate also takes their numbers, from 1
+_ORDER = tuple(SHARDING_STRATEGIES)  # Accelerate also takes their numbers, from 1
 _STATE_DICTS: dict[str, StateDictType] = {
     "FULL_STATE_DICT": "full",
     "SHARDED_STATE_DICT": "sharded",
@@ -164,7 +158,7 @@ def _strategy_of_environment(reading: _Reading, version: int) -> None:
     # FSDP_SHARDING_STRATEGY=FULL_SHARD for every YAML that has none. (Accelerate itself then loses the answer.)
     if strategy == "FULL_SHARD" and str(reading.given.get("reshard_after_forward", "true")).lower() not in _TRUE:
         strategy = reading.choice("reshard_after_forward", _ORDER, _ORDER) or strategy
-    reading.found["strategy"] = _STRATEGIES[strategy]
+    reading.found["strategy"] = SHARDING_STRATEGIES[strategy]
 
 
 def from_fsdp_plugin(plugin: Any) -> ShardPlugin:
@@ -201,12 +195,12 @@ def from_fsdp_plugin(plugin: Any) -> ShardPlugin:
         reading.found["strategy"] = "full_shard" if plugin.reshard_after_forward else "shard_grad_op"
     else:
         strategy = strategy or reading.choice("reshard_after_forward", _ORDER, _ORDER) or "FULL_SHARD"
-        reading.found["strategy"] = _STRATEGIES[strategy]
+        reading.found["strategy"] = SHARDING_STRATEGIES[strategy]
     # None is also the default, so it does not show that the user has asked for it.
     _prefetch(reading, reading.choice("backward_prefetch", ("BACKWARD_PRE", "BACKWARD_POST")))
     _units_of_plugin(reading, plugin)
     if plugin.mixed_precision_policy is not None:
-        reading.found["precision"] = _precision(plugin.mixed_precision_policy)
+        reading.found["precision"] = precision_of_policy(plugin.mixed_precision_policy)
     return _finished(reading, reading.choice("state_dict_type", _STATE_DICT_ORDER) or "FULL_STATE_DICT")
 
 
@@ -229,7 +223,9 @@ def _units_of_plugin(reading: _Reading, plugin: Any) -> None:
     else:
         if plugin.transformer_cls_names_to_wrap:
             raise _two_policies(reading, "a callable")
-        reading.found["units"] = units_of_policy(policy, reading.name("auto_wrap_policy"))
+        reading.found["units"] = units_of_policy(
+            policy, reading.name("auto_wrap_policy"), "shard_plugin=ShardPlugin(units=...)"
+        )
 
 
 def _units(reading: _Reading, policy: str | None) -> None:
@@ -263,20 +259,6 @@ def _prefetch(reading: _Reading, backward: str | None) -> None:
         reading.found["prefetch"] = 1
     elif backward in ("BACKWARD_POST", "NO_PREFETCH"):
         reading.found["prefetch"] = 0
-
-
-def _precision(policy: Any) -> Precision:
-    forward = getattr(policy, "cast_forward_inputs", True)
-    root = getattr(policy, "cast_root_forward_inputs", False)
-    return Precision(
-        param_dtype=policy.param_dtype,
-        reduce_dtype=policy.reduce_dtype,
-        buffer_dtype=getattr(policy, "buffer_dtype", None),
-        output_dtype=getattr(policy, "output_dtype", None),
-        cast_inputs=True if forward else "root" if root else False,
-        keep=tuple(getattr(policy, "_module_classes_to_ignore", ())),
-        keep_low_precision_grads=getattr(policy, "keep_low_precision_grads", False),
-    )
 
 
 def _ignored(reading: _Reading) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch_shard.log import logger
 
 __all__ = ["classes_to_allow", "load_safely"]
 
+_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch's variable, which counts where a call does not say
 # Parts of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
 _NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
 _REFUSED = ("GLOBAL", "Unsupported", "unsupported", "unrecognized", "Can only")
@@ -28,11 +30,14 @@ def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | Non
         load: a function that reads it with the ``weights_only`` that it is given.
         path: the file's path, for messages.
         weights_only: the user's choice. None is the safe loader, which then also accepts the harmless classes of which
-            hyper-parameters are made.
+            hyper-parameters are made; the other one where the variable ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` asks for it, as with
+            torch.load.
 
     Raises:
         CheckpointError: the file holds other classes (the message says how to load a trusted file), or is damaged.
     """
+    if weights_only is None and os.environ.get(_UNSAFE, "").lower() in ("1", "y", "yes", "true"):
+        weights_only = False
     try:
         if weights_only is not None:
             return load(weights_only)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,6 +71,11 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         )
         self._backward_sync_control = _BackwardSync(self._settings.defer_gradient_sync)
         self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
+
+    def override(self, settings: Mapping[str, Any]) -> None:
+        """Change settings of a strategy that has not sharded anything yet. Not collective; see :class:`SettingsMixin`."""
+        super().override(settings)
+        self._backward_sync_control = _BackwardSync(self._settings.defer_gradient_sync)
 
     # -- Fabric(): what the connector sets ----------------------------------------------------------------------------
     @property

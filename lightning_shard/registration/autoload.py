@@ -11,11 +11,12 @@ This file imports nothing of torch and nothing of Lightning, and no exception le
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install"]
+__all__ = ["AfterImport", "install"]
 
 # The modules whose execution completes a registry of strategies: the registry's name in it, and the namespace.
 REGISTRIES = {
@@ -26,11 +27,27 @@ REGISTRIES = {
 }
 
 
-class _Finder:
-    """Lets the other finders find a registry's module, and has registration follow its execution."""
+class AfterImport:
+    """Lets the other finders find some modules, and has a function follow the execution of each.
+
+    The modules keep the loader and source that they would have without it.
+    """
+
+    def __init__(self, names: Collection[str], then: Callable[[ModuleType], None]) -> None:
+        self.names, self.then = names, then
+
+    def install(self) -> None:
+        """Put this before the other finders. Modules that have been imported already are not followed."""
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        """Undo :meth:`install`."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in REGISTRIES:
+        if fullname not in self.names:
             return None
         try:
             return self._watched(fullname, path, target)
@@ -42,23 +59,21 @@ class _Finder:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find and finder is not self else None
             if spec is not None:
-                _register_after(spec)
+                self._follow(spec)
                 return spec
         return None
 
+    def _follow(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
-def _register_after(spec: ModuleSpec) -> None:
-    """Shadow ``exec_module`` in the loader, so that the module keeps the loader and source that it would have without us."""
-    loader: Any = spec.loader
-    execute = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            # Some loaders (zipimport's) serve several modules.
+            if module.__name__ in self.names:
+                self.then(module)
 
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        # Some loaders (zipimport's) serve several modules.
-        if module.__name__ in REGISTRIES:
-            _register(module)
-
-    loader.exec_module = exec_module
+        loader.exec_module = exec_module
 
 
 def _register(module: ModuleType) -> None:
@@ -79,14 +94,14 @@ def _register(module: ModuleType) -> None:
         )
 
 
-_FINDER = _Finder()
+_FINDER = AfterImport(REGISTRIES, _register)
 
 
 def install() -> None:
     """Prepend the finder; where Lightning has been imported already, register at once. Idempotent. Never raises."""
     try:
         if _FINDER not in sys.meta_path:
-            sys.meta_path.insert(0, _FINDER)  # type: ignore[arg-type]
+            _FINDER.install()
             for name, (registry, _) in REGISTRIES.items():
                 module = sys.modules.get(name)
                 if module is not None and hasattr(module, registry):

@@ -20,7 +20,15 @@ from torch_shard.frontend import group_timeout
 from .._private import MixinBase, Shared
 from . import precision as _precision
 
-__all__ = ["LayersOrOne", "SettingsMixin", "StartMethod", "StateDictType", "StrategySettings", "same_config"]
+__all__ = [
+    "LayersOrOne",
+    "SettingsMixin",
+    "StartMethod",
+    "StateDictType",
+    "StrategySettings",
+    "same_config",
+    "split_settings",
+]
 
 LayersOrOne: TypeAlias = Layers | type[nn.Module] | str | None
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -110,6 +118,21 @@ class SettingsMixin(MixinBase):  # type: ignore[misc]
         self._num_nodes = 1
         self._process_group_backend = self._settings.process_group_backend
 
+    def override(self, settings: Mapping[str, Any]) -> None:
+        """Change settings of a strategy that has not sharded anything yet. Not collective.
+
+        Args:
+            settings: fields of ``ShardConfig``, for which ``timeout`` is the engine's, and of StrategySettings.
+
+        Raises:
+            ConfigError: a value is bad.
+        """
+        fields, own = split_settings(settings)
+        if "strategy" in fields:  # these may contradict it
+            fields = {"shard_size": None, "reshard_after_forward": None, **fields}
+        kept = {field.name: getattr(self._settings, field.name) for field in dataclasses.fields(StrategySettings)}
+        self._keep_settings(dataclasses.replace(self._config, **fields), {**kept, **own})
+
     @property
     def config(self) -> ShardConfig:
         """The settings that modules are sharded with. ``engine.config`` also has what Lightning says: its precision, the ranks
@@ -126,6 +149,15 @@ class SettingsMixin(MixinBase):  # type: ignore[misc]
             # Ranks may be as far apart as under DDP: one may validate, upload or tokenise for minutes.
             changes["timeout"] = group_timeout(self.root_device)
         return dataclasses.replace(config, **changes) if changes else config
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of ``ShardConfig`` among some settings, and those of StrategySettings alone."""
+    fields = {field.name for field in dataclasses.fields(ShardConfig)}
+    return (
+        {name: value for name, value in settings.items() if name in fields},
+        {name: value for name, value in settings.items() if name not in fields},
+    )
 
 
 def _chosen_layers(chosen: LayersOrOne, setting: str) -> Layers:

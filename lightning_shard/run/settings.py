@@ -1,0 +1,54 @@
+"""The settings that a launch gives: ``SHARD_*`` variables, and arguments ``--shard.*``, which count for more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from torch_shard.frontend.launch import (
+    FLAG_FORM,
+    SETTINGS,
+    Setting,
+    flag,
+    names,
+    one_of,
+    read_arguments,
+    read_variables,
+    values_of,
+)
+
+from ..strategy.settings import StateDictType
+
+__all__ = ["read_settings"]
+
+
+def _layers(text: str) -> Any:
+    try:
+        return flag(text)
+    except ValueError:
+        return names(text)
+
+
+_LAYERS = f"{FLAG_FORM}, or names of classes, separated by commas"
+_ALL = (
+    *SETTINGS,
+    Setting("activation_checkpointing", _layers, _LAYERS),
+    Setting("activation_offload", _layers, _LAYERS),
+    Setting("state_dict_type", one_of(*get_args(StateDictType)), "full or sharded"),
+    Setting("async_save", flag, FLAG_FORM),
+    Setting("weights_only", flag, FLAG_FORM),
+    Setting("defer_gradient_sync", flag, FLAG_FORM),
+)
+
+
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings by the names of fields, and the arguments behind them. Not collective.
+
+    Raises:
+        ConfigError: a setting is unknown, or its value is wrong or missing.
+    """
+    given, rest = read_arguments(arguments, _ALL)
+    settings = values_of({**read_variables(environment, _ALL), **given})
+    if settings.get("timeout", 0) is None:  # as long as the process group waits, which is the default here
+        del settings["timeout"]
+    return settings, rest

@@ -1,0 +1,99 @@
+"""The strategies that take the place of Lightning's own: ours, with what programs ask the others for.
+
+A program may have code for one strategy alone, and ask which one it has. ``isinstance(strategy, DDPStrategy)`` is true of these,
+whatever the program has named: that code runs right here, since a sharded model behaves as a replicated one. It is false for
+FSDPStrategy, ModelParallelStrategy and DeepSpeedStrategy: behind that stands code for parameters that are this rank's shard, for
+DTensors, or for an engine that clips by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from torch_shard import ShardConfig
+
+from .._private import MixinBase
+from ._private import keep_ddp_kwargs, set_device_mesh
+from .from_model_parallel import Noted, noting
+from .translation import Translation
+
+__all__ = ["FabricStandInMixin", "StandIn", "TrainerStandInMixin"]
+
+
+class StandIn(MixinBase):  # type: ignore[misc]
+    """The part that is the same for the Trainer and for Fabric."""
+
+    _parallelize: Any = None
+    _device_mesh: Any = None
+    _has_mesh: bool = False
+    _noted: Noted | None = None
+
+    def take_over(self, translation: Translation) -> None:
+        """Keep what programs ask for beside the settings. Not collective."""
+        keep_ddp_kwargs(self, translation.ddp_kwargs)
+        self._parallelize, self._has_mesh = translation.parallelize, translation.has_mesh
+
+    @property
+    def device_mesh(self) -> Any:
+        """The ranks as ModelParallelStrategy has them, with the dimensions ``"data_parallel"`` and ``"tensor_parallel"``.
+
+        Raises:
+            AttributeError: the program's strategy was another one, or there are no processes yet.
+        """
+        if self._device_mesh is None:
+            raise AttributeError("device_mesh: this strategy has none, or not before its processes have met.")
+        return self._device_mesh
+
+    def _join_group(self) -> None:
+        super()._join_group()
+        if self._has_mesh:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            names = ("data_parallel", "tensor_parallel")
+            self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=names)
+
+    def _engine_config(self, plugin: Any, module: nn.Module) -> ShardConfig:
+        config: ShardConfig = super()._engine_config(plugin, module)
+        noted = {} if self._noted is None else self._noted.config(config, self.world_size)
+        # What the launch gives counts for more.
+        noted = {name: value for name, value in noted.items() if getattr(config, name) == getattr(ShardConfig, name)}
+        return dataclasses.replace(config, **noted) if noted else config
+
+
+class TrainerStandInMixin(StandIn):
+    """The part of the Trainer's stand-in that the strategy does not have by itself."""
+
+    def setup_environment(self) -> None:
+        """Choose the device, join the process group, and give the module its mesh."""
+        super().setup_environment()
+        if self._device_mesh is not None:
+            set_device_mesh(self.lightning_module, self._device_mesh)
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Note what ``configure_model`` gives to ``fully_shard``, for a program with ModelParallelStrategy."""
+        with super().model_sharded_context():
+            if not self._has_mesh:
+                yield
+                return
+            self._noted = Noted()
+            with noting(self._noted):
+                yield
+
+
+class FabricStandInMixin(StandIn):
+    """The part of Fabric's stand-in that the strategy does not have by itself."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module in place, as ModelParallelStrategy's function says if there is one, and wrap it. Collective."""
+        if self._parallelize is not None:
+            self._noted = Noted()
+            with noting(self._noted):
+                module = self._parallelize(module, self.device_mesh)
+        found: nn.Module = super().setup_module(module)
+        return found
