@@ -4,6 +4,7 @@
 #   TORCH     requirement for torch
 #   PIP_ARGS  further arguments for pip, for example PyTorch's own wheels:
 #             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   OUTSIDE   folder of other people's programs, and OUTSIDE_SOURCES: one of checked-out repositories; for make outside
 #   ARGS      arguments for the program that the target runs: make test ARGS="-k layout -x"
 
 PYTHON ?= python3
@@ -16,11 +17,13 @@ BIN := $(VENV)/bin
 # Another requirement is another stamp, hence another install.
 CHOICE := $(shell printf '%s' '$(TORCH) $(PIP_ARGS)' | cksum | cut -d ' ' -f 1)
 STAMP := $(VENV)/.installed-$(CHOICE)
+OUTSIDE_VENV ?= .venv-outside
+OUTSIDE_STAMP := $(OUTSIDE_VENV)/.installed-$(CHOICE)
 WHEEL_VENV := .venv-wheel
 WHEEL_DIR := build/wheel
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: help setup test test-all test-wheel mutants lint format demo bench docs clean
+.PHONY: help setup test test-all test-wheel outside mutants lint format demo bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,8 +32,9 @@ help:
 	@echo "make test-all   the same, with the exhaustive sets of the tests"
 	@echo "make lint       ruff and mypy            make format   apply ruff's formatting"
 	@echo "make bench      the short benchmarks     make docs     write docs/reference"
+	@echo "make outside    other people's programs, unedited, under DDP and sharded; ends with a table"
 	@echo "make mutants    what the tests fail to notice: mutated engines (hours; goes on where it stopped)"
-	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS (see the top of the Makefile)"
+	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS, OUTSIDE, OUTSIDE_SOURCES (see the top of the Makefile)"
 
 setup: $(STAMP)
 
@@ -45,7 +49,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory test-wheel
 
 test-all: $(STAMP)
-	$(RUN) -m pytest -m '' $(ARGS)
+	$(RUN) -m pytest -m 'not outside' $(ARGS)
 	@$(MAKE) --no-print-directory test-wheel
 
 # An editable install makes the whole repository importable and so hides what the wheel lacks. Here
@@ -63,6 +67,16 @@ test-wheel: $(STAMP)
 	@cp -r tests pyproject.toml $(WHEEL_DIR)/
 	cd $(WHEEL_DIR) && OMP_NUM_THREADS=1 TORCH_SHARD_WHEEL=1 ../../$(WHEEL_VENV)/bin/python -m pytest -q \
 	  -m 'wheel and not exhaustive' -p no:cacheprovider $$(grep -rl --include='test_*.py' 'mark\.wheel' tests)
+
+# These programs need other libraries, some of them in versions that others exclude: an environment of its own.
+$(OUTSIDE_STAMP): pyproject.toml
+	test -x $(OUTSIDE_VENV)/bin/python || $(PYTHON) -m venv $(OUTSIDE_VENV)
+	$(OUTSIDE_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)' -e '.[outside]'
+	$(OUTSIDE_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps setfit==1.2.0 litgpt==0.5.13
+	@rm -f $(OUTSIDE_VENV)/.installed-* && touch $@
+
+outside: $(OUTSIDE_STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/outside/in_process:core:. $(OUTSIDE_VENV)/bin/python -m pytest -m outside tests/outside $(ARGS)
 
 # What it needs besides goes into .venv at its first run: tools/mutants/__init__.py says what it does. Steps and
 # options in ARGS: make mutants ARGS="quick report --only 003,017"
@@ -95,4 +109,4 @@ docs: $(STAMP)
 	$(RUN) docs/make_reference.py
 
 clean:
-	rm -rf $(VENV) $(WHEEL_VENV) build dist
+	rm -rf $(VENV) $(WHEEL_VENV) $(OUTSIDE_VENV) build dist

@@ -23,7 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, ShardError
-from torch_shard.frontend import advise_saving, clip_norm, for_autocast, group_timeout, limit_values, precision_of
+from torch_shard.frontend import (
+    advise_saving,
+    clip_norm,
+    for_autocast,
+    group_timeout,
+    limit_values,
+    precision_of,
+    write_full_safetensors,
+)
 
 from ._private import PREPARED_LISTS, refuse_local_sgd
 from .coordination import random_states
@@ -81,6 +89,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         super().__init__(**given)
         share(self.shard_plugin)
         refuse_local_sgd(not_for_local_sgd)
+        write_full_safetensors()
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torch_shard import ShardConfig
+from torch_shard.frontend import write_full_safetensors
 from torch_shard.frontend.launch import Replaced, replace_everywhere
 
 from ..settings.chosen import set_enabled_plugin
@@ -42,6 +43,7 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
     if checked is None:
         launch_plugin()  # so that a mistake shows here and not after the script has loaded its model
     _replace_accelerator()
+    write_full_safetensors()  # here, too, since scripts import its functions before they make an Accelerator
     set_enabled_plugin(checked)
     take_over_launch()
     _FINDER.install()

@@ -19,6 +19,7 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.frontend import (
+    all_read,
     any_rank,
     casts_parameters,
     engine_holding,
@@ -35,26 +36,27 @@ ROOM = 1.25
 
 
 def generate(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``generate`` of transformers and PEFT on full parameters. Collective: call it on all ranks, with any inputs.
+    """Run ``generate`` of transformers and PEFT on full parameters. Collective, with any inputs.
 
-    Inside ``engine.gathered()`` nothing is gathered, and it is not collective.
+    A rank that calls it alone, while the others do something else, generates alone. Inside ``engine.gathered()`` nothing is
+    gathered, and it is not collective.
 
     Raises:
-        MissingRankError: some rank does not call it.
+        MissingRankError: some rank has not come, neither to this nor to anything else.
     """
     models = [m for m in (module, kwargs.get("assistant_model")) if isinstance(m, nn.Module)]
     engines = list(dict.fromkeys(e for e in map(engine_holding, models) if e is not None))
     if not engines:
         return stock(*args, **kwargs)
     what = f"{type(module).__name__}.generate"
-    several = any(engine.world_size > 1 for engine in engines)
-    if several and any_rank(engines[0], what, not fits(engines)):
+    together = any(engine.world_size > 1 for engine in engines) and all_read(engines[0], what)
+    if any_rank(engines[0], what, not fits(engines)) if together else not fits(engines):
         logger.warning(
             "%s: the full model does not fit beside what is in memory, so that parameters are gathered for every token.",
             what,
         )
         with autocast(engines[0]):
-            return stock(*args, **{**kwargs, "synced_gpus": True})
+            return stock(*args, **{**kwargs, "synced_gpus": together})
     if kwargs.get("synced_gpus"):
         kwargs["synced_gpus"] = False  # ranks need not wait for each other
     with contextlib.ExitStack() as stack:

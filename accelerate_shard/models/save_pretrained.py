@@ -1,7 +1,8 @@
 """``model.save_pretrained`` on a sharded model: full tensors, written by transformers' and PEFT's own code.
 
 Without ``state_dict=`` the call is collective: the tensors are gathered unit by unit on the CPU of the rank that writes, and all
-ranks return when the files are there. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
+ranks return when the files are there. A rank that calls it alone, while the others do something else, reads the tensors from
+them. With full tensors in ``state_dict=``, from ``accelerator.get_state_dict(model)``, it is not
 collective. The libraries never see a state dict of shards.
 """
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import ConfigError, StateDictError
-from torch_shard.frontend import agree, engine_holding, make_full
+from torch_shard.frontend import agree, all_read, engine_holding, make_full, reading_alone
 from torch_shard.frontend.checkpoint import broadcast, each, gather
 
 from .. import _private
@@ -31,6 +32,8 @@ __all__ = ["save_pretrained"]
 
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
+
+    One rank may call it alone, as under ``if accelerator.is_main_process:``.
 
     In a hook of ``save_state``, and in the ``save_pretrained`` of a model around it, it is not collective, and the rank that
     runs the hook or the outer call writes alone (see :mod:`.full_weights`).
@@ -146,7 +149,8 @@ def _save_known(module: nn.Module, found: Known, call: _Call) -> Any:
 
 def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn.Module]) -> Any:
     what = call.what
-    agree(engine, what)
+    if not all_read(engine, what):
+        return _save_alone(module, engine, call, prompts)
     plans = gather(engine, (call.is_main, call.directory), what)
     writers, nonce = broadcast(engine, (_writers(plans or []), secrets.token_hex(8)), what)
     if not writers:
@@ -162,15 +166,39 @@ def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list
             error = problem
         if prompts:
             agree(engine, what, None, error)
-            wanted = {key: value for key, value in wanted.items() if isinstance(value, ShardTensor)}
-            for key, value in wanted.items():
-                wanted[key] = value.full_tensor().cpu()
+            wanted = _full_of(wanted)
         else:
             make_full(engine, wanted, writers == [0], what, error)
         found.update(wanted)
         # A library with a save of its own may compute, too: SentenceTransformer shows what it has encoded in its model card.
         with contextlib.nullcontext() if call.takes_state else engine.gathered(module, ranks=writers):
             return each(engine, what, lambda: call.write(module, found) if here else None, nonce=nonce)
+
+
+def _save_alone(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn.Module]) -> Any:
+    """Write what this rank reads while the others do something else, as under ``if accelerator.is_main_process:``.
+
+    Not collective.
+    """
+    if not call.is_main:
+        return None
+    with contextlib.ExitStack() as stack:
+        with reading_alone([engine], call.what), engine.gathered(prompts) if prompts else contextlib.nullcontext():
+            found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
+            wanted = _wanted(module, call, found)
+            if prompts:
+                wanted = _full_of(wanted)
+            else:
+                make_full(engine, wanted, False, call.what)
+            found.update(wanted)
+        if not call.takes_state:
+            stack.enter_context(engine.gathered(module))
+        return call.write(module, found)
+
+
+def _full_of(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return those entries that are sharded, in full, one by one. Collective, unless this rank reads alone."""
+    return {key: value.full_tensor().cpu() for key, value in entries.items() if isinstance(value, ShardTensor)}
 
 
 def _writers(plans: list[tuple[bool, str]]) -> list[int]:

@@ -6,22 +6,16 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torch_shard import Engine, ShardConfig
-from torch_shard.errors import ConfigError, UnavailableError
-from torch_shard.frontend import reduce_scatter_single
+from torch_shard.errors import ConfigError
+from torch_shard.frontend import compress_gradients
 from torch_shard.log import logger
 
 __all__ = ["config_with", "register_hook"]
 
 # Settings of DDP's reducer, which don't change results. There is no such reducer here.
 _WITHOUT_MEANING = ("bucket_cap_mb", "check_reduction", "gradient_as_bucket_view", "static_graph", "comm_state_option")
-
-_UNAVAILABLE = (
-    "DistributedDataParallelKwargs: a communication hook needs torch.distributed with reduce_scatter, which this build of torch "
-    "lacks. Leave comm_hook out, or use ShardPlugin(strategy='no_shard')."
-)
 
 
 def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
@@ -44,12 +38,8 @@ def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
 def register_hook(handler: Any, engine: Engine) -> None:
     """Make the engine send gradients in the dtype that the handler's communication hook compresses to. Collective."""
     dtype = _hook_dtype(handler) if handler is not None else None
-    if dtype is not None and engine.world_size > 1:
-        replicated = engine.config.strategy == "no_shard"
-        if not replicated and reduce_scatter_single is None:
-            raise UnavailableError(_UNAVAILABLE)
-        hook = _compressed_all_reduce if replicated else _compressed_reduce_scatter
-        engine.register_comm_hook((engine.shard_group, dtype), hook)
+    if dtype is not None:
+        compress_gradients(engine, dtype)
 
 
 def _default(handler: Any, name: str) -> Any:
@@ -71,21 +61,3 @@ def _hook_dtype(handler: Any) -> torch.dtype | None:
             "ShardConfig.quantized."
         )
     return dtypes[kinds.pop()] if kinds else None
-
-
-def _compressed_reduce_scatter(state: Any, grad: torch.Tensor, output: torch.Tensor) -> None:
-    group, dtype = state
-    # Gradients are divided before the sum, so that fp16 does not overflow.
-    sent = (grad / dist.get_world_size(group)).to(dtype)
-    received = torch.empty_like(output, dtype=dtype)
-    if reduce_scatter_single is None:  # register_hook has refused this before
-        raise UnavailableError(_UNAVAILABLE)
-    reduce_scatter_single(received, sent, group=group)
-    output.copy_(received)
-
-
-def _compressed_all_reduce(state: Any, grad: torch.Tensor) -> None:
-    group, dtype = state
-    sent = (grad / dist.get_world_size(group)).to(dtype)
-    dist.all_reduce(sent, group=group)
-    grad.copy_(sent)

@@ -105,6 +105,10 @@ class StateMixin(_Base):  # type: ignore[misc]
     ) -> Path:
         """Write a checkpoint of everything that was prepared or registered. Collective: call it on all ranks.
 
+        Under ``if accelerator.is_main_process:`` that rank alone writes what it writes under DDP: the ``"full"`` form, with its
+        own random states only. It reads the other ranks' shards, which is slower, and holds a model or the state of an optimizer
+        on the CPU. State of optimizers that step on full matrices (Muon, Adafactor), or in host memory, can't be read so.
+
         Hooks, automatic names and ``total_limit`` work as in Accelerate; the oldest checkpoints are deleted when the new one is
         complete. ``ShardPlugin.state_dict_type`` chooses the form (see :mod:`accelerate_shard.state`). The folder appears in one
         step, so that a process that is killed leaves the checkpoint of before. Other files in the folder stay.
@@ -129,7 +133,7 @@ class StateMixin(_Base):  # type: ignore[misc]
             CheckpointError: on all ranks: the checkpoint can't be written, or the asynchronous save before it has failed. The
                 checkpoint of before is as it was.
             ConfigError: neither `output_dir` nor automatic names say where to save.
-            DivergenceError: on all ranks: some do something else, as under ``if accelerator.is_main_process:``.
+            DivergenceError: on all ranks: some do something else, and one rank alone can't read an optimizer's state.
             MissingRankError: some rank has not called it.
             StateDictError: hooks have left different weights on different ranks.
         """

@@ -19,7 +19,7 @@ from .._private import plain_optimizer
 from ..coordination import waiting
 from ..models.unwrap import engine_of, inner
 
-__all__ = ["Prepared", "Ranks", "path_of"]
+__all__ = ["OneRank", "Prepared", "Ranks", "path_of"]
 
 T = TypeVar("T")
 
@@ -83,7 +83,12 @@ class Ranks:
         engines: the engines of the prepared models. The first one's messages, which have a timeout, are used. Without any the
             ranks talk through the process group's store.
         what: the operation, for messages.
+
+    Attributes:
+        alone: True where one rank acts and the others take no part.
     """
+
+    alone = False
 
     def __init__(self, engines: Sequence[Engine], what: str) -> None:
         self.what = what
@@ -133,13 +138,31 @@ class Ranks:
         return objects[0]
 
     def _plain(self, function: Callable[[], T], key: object) -> T:
-        def work() -> T:
-            try:
-                return function()
-            except OSError as problem:
-                raise CheckpointError(f"rank {self.rank}: {self.what}: {problem}.") from problem
+        return waiting.each(lambda: self._alone(function), self.what, group_timeout(torch.device("cpu")), key)
 
-        return waiting.each(work, self.what, group_timeout(torch.device("cpu")), key)
+    def _alone(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except OSError as problem:
+            raise CheckpointError(f"rank {self.rank}: {self.what}: {problem}.") from problem
+
+
+class OneRank(Ranks):
+    """This rank alone in the place of all ranks, for an operation in which the others take no part. Nothing is collective."""
+
+    alone = True
+
+    def __init__(self, what: str) -> None:
+        super().__init__((), what)
+        self.world, self.rank = 1, 0
+
+    def each(self, function: Callable[[], T], key: object = None) -> T:
+        """Run `function`; an OSError becomes a CheckpointError."""
+        return self._alone(function)
+
+    def broadcast(self, value: T) -> T:
+        """Return `value`."""
+        return value
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ import accelerate
 import torch
 
 from torch_shard.errors import CheckpointError, ConfigError
-from torch_shard.frontend import refuse_inside
+from torch_shard.frontend import all_read, is_readable_alone, reading_alone, refuse_inside
 from torch_shard.frontend.checkpoint import (
     OPTIMIZER,
     PendingSave,
@@ -32,7 +32,7 @@ from ..models.full_weights import full_weights
 from . import directory_names, full, small_objects
 from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
-from .prepared import Prepared, Ranks, path_of
+from .prepared import OneRank, Prepared, Ranks, path_of
 
 __all__ = ["PendingState", "save_state"]
 
@@ -40,11 +40,36 @@ _WHAT = "Accelerator.save_state"
 
 
 def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, options: Mapping[str, Any]) -> Path:
-    """Write a checkpoint. Collective; see :class:`.mixin.StateMixin`."""
+    """Write a checkpoint. Collective, unless the main process calls it alone; see :class:`.mixin.StateMixin`."""
     prepared = Prepared(accelerator)
-    ranks = Ranks(prepared.sharded, _WHAT)
-    is_full = accelerator.shard_plugin.state_dict_type == "full"
+    engines = prepared.sharded
+    if not engines or all_read(engines[0], _WHAT, alone=_is_readable_alone(prepared)):
+        is_full = accelerator.shard_plugin.state_dict_type == "full"
+        return _save(accelerator, prepared, Ranks(engines, _WHAT), output_dir, safe_serialization, options, is_full)
+    if not accelerator.is_main_process:  # the main process writes models and optimizers under DDP, too
+        logger.warning(
+            "rank %d called save_state alone, where the main process writes: nothing is saved.", engines[0].rank
+        )
+        return directory_names.target(accelerator, output_dir)
+    with reading_alone(engines, _WHAT):
+        return _save(accelerator, prepared, OneRank(_WHAT), output_dir, safe_serialization, options, True)
 
+
+def _is_readable_alone(prepared: Prepared) -> bool:
+    """Return True if one rank can read from the others all that it writes; it is the same on all ranks. Not collective."""
+    found = [(prepared.engine_for(optimizer), optimizer) for optimizer in prepared.optimizers]
+    return all(is_readable_alone(engine, optimizer) for engine, optimizer in found if engine is not None)
+
+
+def _save(
+    accelerator: Any,
+    prepared: Prepared,
+    ranks: Ranks,
+    output_dir: Any,
+    safe_serialization: bool,
+    options: Mapping[str, Any],
+    is_full: bool,
+) -> Path:
     def begin() -> Path:
         _refuse(accelerator, options)
         for engine in prepared.sharded:
@@ -56,7 +81,7 @@ def save_state(accelerator: Any, output_dir: Any, safe_serialization: bool, opti
     nonce = ranks.begin()
     ranks.each(accelerator.finish_saving)
     place = ranks.broadcast(directory_names.followed(target))
-    save = _Save(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
+    save = _Writing(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
     try:
         ranks.on_first(save.make_folder)
         ranks.each(save.check_shared)
@@ -79,7 +104,7 @@ def _refuse(accelerator: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-class _Save:
+class _Writing:
     """One save on one rank."""
 
     def __init__(
@@ -198,7 +223,7 @@ class _Save:
             del states, left
         else:
             for number, engine in enumerate(self.prepared.engines):
-                if engine is not None and self.safe:
+                if engine is not None and self.safe and not self.ranks.alone:
                     engine.save_full(self.beside / weights_name(number, True))  # a unit at a time
                 else:
                     self._write_model(number, Left(number, self._full_state(number)))

@@ -14,7 +14,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 
 from torch_shard import ShardTensor
 from torch_shard.errors import CheckpointError
-from torch_shard.frontend import map_tensors, shard_like, tensors_of
+from torch_shard.frontend import is_parameter, map_tensors, shard_like, tensors_of
 from torch_shard.log import logger
 
 from .files import CUSTOM, SCALER_NAME, SCHEDULER_NAME, numbered, random_states, read
@@ -147,10 +147,16 @@ def write_custom(ranks: Ranks, objects: list[Any], folder: Path) -> None:
     """Write the objects' states, on rank 0. Collective: ``state_dict`` is called on all ranks.
 
     Raises:
-        ShardError: on all ranks; an object can't be saved, or holds other shards on some ranks.
+        ShardError: on all ranks; an object can't be saved, or holds other shards on some ranks; or one rank saves alone, and an
+            object holds shards of optimizer state or of an average.
     """
     for number, custom in enumerate(objects):
         state = ranks.each(custom.state_dict, key=lambda found: [t.shape for t in _shards(found)])
+        if ranks.alone and not all(map(is_parameter, _shards(state))):
+            raise CheckpointError(
+                f"{type(custom).__name__}, given to register_for_checkpointing, holds shards that are no parameters, so that one "
+                f"rank alone can't read them. Call {ranks.what} on all ranks."
+            )
         if _shards(state):
             state = map_tensors(state, lambda t: _full(t, ranks.is_first))
         ranks.on_first(lambda state=state, number=number: _write(state, folder / _file_name(number)))  # type: ignore[misc]

@@ -1,10 +1,14 @@
-"""``python -m torch_shard``: the command line, as the script ``torch-shard``."""
+"""``python -m torch_shard``: runs a script sharded, or with the name of a command what ``torch-shard`` does."""
 
 from __future__ import annotations
 
 import sys
 
-from .cli.main import main
+from .cli.main import COMMANDS, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) < 2 or sys.argv[1] in (*COMMANDS, "--version"):
+        sys.exit(main())
+    from .launch.runner import main as run
+
+    run(sys.argv[1:])

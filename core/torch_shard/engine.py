@@ -55,6 +55,9 @@ class Engine:
         self.plan = plan
         self.config = config
         registry.note_runtime(runtime, self)
+        if runtime.service is not None:
+            # Another rank may still read the model when this one has left the function that held it.
+            weakref.finalize(model, runtime.service.drop, runtime.key).atexit = False
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
 
@@ -356,6 +359,9 @@ class Engine:
         ``optimizer.state_dict()`` gives what this rank has: shards of the state, and of optimizers that step on full matrices
         (:mod:`torch_shard.optim`) the state of those that this rank owns.
 
+        One rank alone may call it, while the others do something else, if the optimizer is element-wise and its state is on the
+        devices.
+
         Args:
             optimizer: any that holds parameters of this model.
             rank0_only: the other ranks get an empty dict.
@@ -646,6 +652,8 @@ class Engine:
     def _let_go(self, units: list[Unit]) -> None:
         unregister(self.model, units)
         self._watch.close()
+        if self._runtime.service is not None:
+            self._runtime.service.withdraw(self._runtime.key)
         if self._runtime.host is not None:
             self._runtime.host.leave(self._runtime)
         registry.forget(self.model)

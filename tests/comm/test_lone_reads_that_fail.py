@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 
 import torch_shard
 from tests.support.ranks import run
+from tests.support.run_python import run_python
 from torch_shard.comm.one_sided.partners import Reading
 from torch_shard.comm.one_sided.service import Service
 from torch_shard.errors import ShardError
@@ -20,10 +24,10 @@ from torch_shard.errors import ShardError
 LIMIT = 3.0
 
 
-def made() -> tuple[nn.Module, torch_shard.Engine]:
+def made(limit: float = LIMIT) -> tuple[nn.Module, torch_shard.Engine]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    return model, torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=LIMIT, alone_after=0.1)
+    return model, torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=limit, alone_after=0.1)
 
 
 def dies(*_: Any) -> None:
@@ -103,17 +107,94 @@ def test_a_rank_reads_after_all_have_destroyed_the_process_group() -> None:
     assert all(value == first for value in others)
 
 
+def left_behind(rank: int, world_size: int) -> tuple[float, float]:
+    """Train in a function, and read behind it: as a script's main() ends on all ranks but one."""
+
+    def main() -> tuple[nn.Module, torch.optim.Optimizer, float]:
+        model, _ = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step(model)
+        optimizer.step()
+        return model, optimizer, read(model).sum().item()
+
+    kept = main() if rank == 0 else (None, None, main()[2])
+    gc.collect()
+    if rank > 0:
+        time.sleep(4)
+        return kept[2], 0.0
+    model, optimizer, _ = kept
+    time.sleep(1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()))["state"]
+    return read(model).sum().item(), sum(state["momentum_buffer"].sum().item() for state in saved.values())
+
+
+def test_a_rank_reads_model_and_optimizer_that_the_others_have_dropped() -> None:
+    (first, momentum), *others = run(3, left_behind, fresh=True, timeout=40)
+    assert momentum != 0 and all(value == first for value, _ in others)
+
+
+def dropped(rank: int, world_size: int) -> bool:
+    model, engine = made()
+    shard = weakref.ref(engine.units[0].flats[0])
+    step(model)
+    del engine, model
+    gc.collect()
+    kept = shard() is not None
+    other, _ = made()  # for which all ranks meet
+    gc.collect()
+    return kept and shard() is None and other is not None
+
+
+def test_a_dropped_model_takes_memory_only_until_the_ranks_meet() -> None:
+    assert run(2, dropped, timeout=40) == [True, True]
+
+
+LEAVES = """
+import os, sys
+import torch, torch_shard
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+engine = torch_shard.shard(model, timeout=200.0)
+model(torch.ones(2, 4)).sum().backward()
+if dist.get_rank() == 1:
+    sys.exit(3)
+try:
+    model(torch.ones(2, 4)).sum().backward()
+except torch_shard.errors.MissingRankError:
+    print("ENDED", flush=True)
+    os._exit(4)
+"""
+
+
+def test_a_rank_that_the_others_train_with_does_not_stay_at_its_end(tmp_path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    begin = time.monotonic()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "leaves.py")
+    done = run_python(*torchrun, folder=tmp_path, expected=1, timeout=150)
+    assert "ENDED" in done.stdout and time.monotonic() - begin < 100
+
+
 def test_a_lone_edit_does_not_reach_the_partners_and_is_an_error() -> None:
     editor, partner = run(2, edits, timeout=40)
     assert editor == "DivergenceError"  # in its read
     assert partner in ("DivergenceError", "MissingRankError")  # in its step, to which the editor does not come
 
 
-def edits(rank: int, world_size: int) -> str:
-    model, _ = made()
+def test_the_error_comes_at_once_where_the_partner_waits_for_the_editor() -> None:
+    assert run(2, edits, 600.0, timeout=40) == ["DivergenceError", ""]
+
+
+def edits(rank: int, world_size: int, limit: float = LIMIT) -> str:
+    model, _ = made(limit)
     if rank == 0:
         with torch.no_grad():
             model[0].weight.mul_(2)
         found = outcome(read, model)
         assert found == "DivergenceError"
+        if limit > LIMIT:
+            step(model)
     return outcome(step, model) if rank else found

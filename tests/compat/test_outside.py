@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -195,15 +197,20 @@ def test_methods_beside_forward_validate_as_they_train(rank, world_size, mode, s
     pair.check()
 
 
+@pytest.mark.parametrize("apart", [0.0, 0.3], ids=["at once", "one after the other"])
 @ranks(2)
-def test_rows_set_between_steps_are_set_as_in_plain_torch(rank, world_size):
+def test_rows_set_between_steps_are_set_as_in_plain_torch(rank, world_size, apart):
     def edit(model):
         with torch.no_grad():
+            time.sleep(apart * rank)
             model.proj[1] = 0.5
-            model.proj.data[:, 2] = model.proj[:, 1] * 2
+            column = model.proj[:, 1] * 2
+            time.sleep(apart * rank)
+            model.proj.data[:, 2] = column
+            time.sleep(apart * rank)
             model.body.weight.index_fill_(0, torch.tensor([0, 3]), 0.25)
 
-    pair = Pair(Clip, rank, world_size, unit_bytes=100)
+    pair = Pair(Clip, rank, world_size, unit_bytes=100, alone_after=0.05)
     for step in range(2):
         pair.each(edit)
         pair.check()

@@ -114,15 +114,20 @@ def test_in_place_edits_of_parameters_between_steps_train_like_plain(rank, world
 @pytest.mark.exhaustive(usual=True)
 @ranks(2, exhaustive=(3, 4))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
-def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, world_size, strategy):
+@pytest.mark.parametrize("of", ["the sharded model", "the model before it was sharded, by lists"])
+def test_an_average_of_weights_by_deepcopy_and_lerp_equals_the_plain_one(rank, world_size, strategy, of):
     pair = Pair(MLP, rank, world_size, strategy=strategy)
-    averages = [copy.deepcopy(m) for m in (pair.model, pair.plain)]
+    by_lists = of != "the sharded model"
+    averages = [copy.deepcopy(m) for m in (pair.plain if by_lists else pair.model, pair.plain)]
     for average in averages:
         average.requires_grad_(False)
     for step in range(3):
         pair.step(plain_backward, batch(rank, step))
         with torch.no_grad():
             for average, model in zip(averages, (pair.model, pair.plain), strict=True):
+                if by_lists:
+                    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.25)
+                    continue
                 for a, p in zip(average.parameters(), model.parameters(), strict=True):
                     a.lerp_(p, 0.25)
         with torch.no_grad():

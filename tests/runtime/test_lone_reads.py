@@ -110,6 +110,8 @@ def gathered(model: nn.Module, engine: torch_shard.Engine) -> torch.Tensor:
 
 
 def same(found: Any, expected: Any) -> None:
+    if isinstance(expected, tuple):
+        found, expected = dict(enumerate(found)), dict(enumerate(expected))
     if isinstance(expected, dict):
         assert list(found) == list(expected)
         for key, value in expected.items():
@@ -147,6 +149,19 @@ def test_a_rank_reads_alone_what_plain_torch_gives(rank: int, read: str, where: 
             train(model, optimizer)
     same(engine.state_dict(rank0_only=False), plain.state_dict())
     assert engine.statistics().lone_reads > 0 or rank > 0
+
+
+@ranks(2)
+def test_a_rank_goes_on_reading_alone_with_and_without_gradients(rank: int) -> None:
+    sharded, engine, plain = made(timeout=5)
+    if rank == 0:
+        for _ in range(2):
+            for read in ("a forward", "a norm", "an item"):
+                same(READS[read](sharded, engine), READS[read](plain, engine))
+    dist.barrier()
+    for model in (sharded, plain):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -221,6 +236,27 @@ def test_a_read_waits_for_partners_that_are_behind(rank: int) -> None:
     if rank == 0:
         same(sharded.embed.weight.detach() + torch.zeros(11, 8), plain.embed.weight.detach())
     dist.barrier()
+
+
+@ranks(2)
+def test_conversions_that_change_nothing_are_no_edits(rank: int) -> None:
+    sharded, engine, plain = made(timeout=5)
+    kept = engine._runtime.versions.finished
+    if rank == 0:
+        for model in (sharded, plain):
+            # To torch "cpu:0" is another device than "cpu", so that it copies.
+            model.to("cpu:0").to(torch.float32).cpu()
+        assert engine._runtime.versions.finished == kept
+        same(values(sharded), values(plain))
+    dist.barrier()
+    # An old value is an edit, though it comes from a conversion; so is a copy that was edited.
+    weight, bias = sharded.blocks[0][0].weight, sharded.blocks[0][0].bias
+    old, edited = weight.detach().to("cpu:0"), bias.detach().to("cpu:0")
+    expected = old.full_tensor(), edited.full_tensor() + 1
+    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    edited.copy_(bias.detach()).fill_(0).add_(expected[1])
+    weight.data, bias.data = old, edited
+    same((weight.full_tensor(), bias.full_tensor()), expected)
 
 
 @ranks(2)

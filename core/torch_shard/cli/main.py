@@ -15,7 +15,9 @@ from ..errors import ShardError
 from ..versions import __version__
 from . import convert, diff, inspect, verify
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = ("inspect", "verify", "consolidate", "convert", "diff")
 
 _EXIT = """exit codes:
   inspect, consolidate, convert   0 done, 2 error

@@ -18,6 +18,7 @@ from ..layout.rank_topology import Topology
 from ..versions import counts_references
 from . import process_group_ops
 from .gradient_reduction import Reduction
+from .one_sided.service import Service
 from .small_collectives import ScalarComm
 from .watchdog import Watchdog, blocking
 from .work import Channel, Pending
@@ -140,6 +141,11 @@ class Collectives:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
         return self  # groups and streams belong to the process, not to a model
+
+    @property
+    def service(self) -> Service | None:
+        """What hands out this rank's shards to ranks that read alone; None where there is nobody."""
+        return None if self.gather_channel is None else self.gather_channel.groups.comparisons.service
 
     @property
     def all_bytes_sent(self) -> int:

@@ -97,6 +97,9 @@ class Comparisons:
         if self._left is not None:
             if purpose is Purpose.READS and not self._left.done():
                 return False
+            # A partner may never come to what this rank has left, since its script has ended, for example.
+            if purpose is Purpose.RECORDS and not self._come(self._left, alone_after, watchdog.timeout):
+                return False
             self._end_left(what)
         if self._error is not None:
             if reads:
@@ -108,6 +111,8 @@ class Comparisons:
         else:
             with service.lock:
                 number = service.issued = channel.count()
+                if not reads:
+                    service.joined = number
                 flags[LEFT] = service.promised >= number
         flags[purpose] = 1
         try:
@@ -120,6 +125,8 @@ class Comparisons:
         pending = Pending(watchdog, channel, number, what, work)
         if not reads or service is None or self._come(pending, alone_after, watchdog.timeout):
             pending.wait()
+            if service is not None:
+                service.met()
             return True
         if self._error is None:
             self._left, self._owed = pending, number

@@ -50,14 +50,16 @@ def _compare_keys(port: ModelPort, what: str, key: object) -> None:
         port.operations.check(what)
 
 
-def met(port: ModelPort, what: str, key: object, error: Exception | None, sure: bool = False) -> bool:
+def met(
+    port: ModelPort, what: str, key: object, error: Exception | None, sure: bool = False, alone: bool = True
+) -> bool:
     """Return True if all ranks have come to read the model in the same way; False if this rank reads alone.
 
     Collective, unless it returns False. Arguments and errors are those of :func:`agree`. With `sure` a rank does not read alone
-    because the others are late, but only if they do something else.
+    because the others are late, but only if they do something else. Without `alone` it never does.
     """
     note = zlib.crc32(f"reads {what}".encode()), what
-    vote = port.meet(what, [note], torch.tensor([error is not None], dtype=torch.uint8, device="cpu"), sure)
+    vote = port.meet(what, [note], torch.tensor([error is not None], dtype=torch.uint8, device="cpu"), sure, alone)
     if vote is None:
         if error is not None:
             raise error

@@ -28,7 +28,12 @@ class ModelPort(Protocol):
         """The sequence of operations that the ranks compare."""
 
     def meet(
-        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
+        self,
+        what: str,
+        notes: Sequence[tuple[int, str]],
+        payload: torch.Tensor | None = None,
+        sure: bool = False,
+        alone: bool = True,
     ) -> torch.Tensor | None:
         """Compare the ranks' sequences before an operation that only reads; None if this rank reads alone. Collective."""
 
@@ -40,5 +45,8 @@ class ShardSource(Protocol):
     def versions(self) -> Versions:
         """The version of the shards."""
 
+    def met(self) -> None:
+        """Note that all ranks have come to a collective: what this rank has dropped before it, nobody reads any more."""
+
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of a flat buffer, or a part of it: contiguous, on the CPU."""
+        """Return this rank's shard of a flat buffer or of optimizer state, or a part of it: contiguous, on the CPU."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from ..comm import broadcast_buffers, consensus
-from ..comm.process_group_ops import reduce_scatter_single
+from ..comm import broadcast_buffers, compressed_reduction, consensus
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..config.precision import for_autocast, precision_of
@@ -40,6 +39,7 @@ from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
 from ..unit.module_params import copy_attributes
 from .clipping import clip_norm, engines_over, limit_values
+from .lone_files import read_alone, write_full_safetensors
 
 __all__ = [
     "OTHER_STATE",
@@ -57,6 +57,7 @@ __all__ = [
     "casts_parameters",
     "classes_named",
     "clip_norm",
+    "compress_gradients",
     "copy_tensors",
     "defer",
     "deferred_of",
@@ -70,6 +71,7 @@ __all__ = [
     "group_timeout",
     "in_batch",
     "is_parameter",
+    "is_readable_alone",
     "is_solo",
     "limit_values",
     "load_optim_state_dict",
@@ -83,7 +85,7 @@ __all__ = [
     "plain_copy",
     "precision_of",
     "read_alone",
-    "reduce_scatter_single",
+    "reading_alone",
     "refusal_of",
     "refuse_inside",
     "refuse_pickling",
@@ -93,6 +95,7 @@ __all__ = [
     "tensors_of",
     "wait_for_all",
     "with_shard",
+    "write_full_safetensors",
 ]
 
 
@@ -104,27 +107,30 @@ def agree(engine: Engine, what: str, key: object = None, error: Exception | None
     consensus.agree(engine._runtime, what, key, error)
 
 
-def all_read(engine: Engine, what: str) -> bool:
+def all_read(engine: Engine, what: str, alone: bool = True) -> bool:
     """Return True if all ranks have come to `what`, which reads the model; False if the others do something else. Collective.
 
-    A rank that is late is waited for.
+    A rank that is late is waited for. Without `alone` it is an error on all ranks if the others do something else.
     """
     with engine._runtime.lone.until_end():
-        return consensus.met(engine._runtime, what, None, None, sure=True)
+        return consensus.met(engine._runtime, what, None, None, sure=True, alone=alone)
 
 
-def read_alone(tensor: ShardTensor) -> torch.Tensor:
-    """Return the full values of a sharded parameter, which this rank reads whatever the others do: plain. Not collective.
+@contextlib.contextmanager
+def reading_alone(engines: Sequence[Engine], what: str) -> Iterator[None]:
+    """Let this rank alone read models inside, in one version: the other ranks' next steps wait. Not collective.
 
-    Raises:
-        ShardPicklingError: it is no parameter, or reads alone are switched off.
+    For a rank to which :func:`all_read` has said that the others do something else.
     """
-    unit = tensor._unit
-    found = None if unit is None else unit.runtime.on_demand.full_for_file(unit, tensor)
-    if found is None:
-        tensor.__reduce_ex__(2)  # raises
-        raise AssertionError
-    return found
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine._runtime.lone.alone(what))
+        yield
+
+
+def is_readable_alone(engine: Engine, optimizer: Any) -> bool:
+    """Return True if one rank alone can read all of an optimizer's state from the others. Not collective."""
+    return named_state.is_readable_alone(engine._runtime, optimizer)
 
 
 def refuse_pickling(param: ShardTensor) -> NoReturn:
@@ -182,6 +188,18 @@ def own_buffers(engine: Engine) -> Iterator[None]:
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
+
+
+def compress_gradients(engine: Engine, dtype: torch.dtype) -> None:
+    """Register a communication hook that sends gradients in `dtype`, a float of 16 bits. Collective with several ranks.
+
+    Raises:
+        UnavailableError: this build of torch can't do it.
+        ConfigError, UnitStateError: as :meth:`Engine.register_comm_hook`.
+    """
+    if engine.world_size > 1:
+        hook = compressed_reduction.hook_for(engine.config.strategy == "no_shard")
+        engine.register_comm_hook((engine.shard_group, dtype), hook)
 
 
 def advise_saving(engine: Engine, advice: str) -> None:

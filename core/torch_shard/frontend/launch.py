@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from ..config.offload_text import text_of as text_of_offload
@@ -111,8 +111,7 @@ def run_script(runner: str, name: str, arguments: Sequence[str], is_module: bool
     if not is_module and not os.path.exists(name):
         print(f"{runner}: there is no script {name!r}.", file=sys.stderr)
         raise SystemExit(MISUSED)
-    runners = {__file__, runpy.__file__, "<frozen runpy>", getattr(sys.modules["__main__"], "__file__", __file__)}
-    sys.excepthook = _without_frames_of(runners, sys.excepthook)
+    sys.excepthook = _without_frames_of({runner, "torch_shard", "runpy"}, sys.excepthook)
     sys.argv = [name, *arguments]
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -122,12 +121,16 @@ def run_script(runner: str, name: str, arguments: Sequence[str], is_module: bool
         runpy.run_path(name, run_name="__main__")
 
 
-def _without_frames_of(files: set[str], report: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `report` for tracebacks that begin in the script: ours and runpy's frames are left out."""
+def _without_frames_of(packages: set[str], report: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `report` for tracebacks that begin in the script: the frames of these packages before it are left out."""
+
+    def is_before(frame: FrameType) -> bool:
+        name = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or ""
+        return name.partition(".")[0] in packages
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         first = traceback
-        while first is not None and first.tb_frame.f_code.co_filename in files:
+        while first is not None and is_before(first.tb_frame):
             first = first.tb_next
         shown = traceback if first is None else first
         # Python's own hook uses the exception's traceback, others use the argument.

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -209,6 +209,15 @@ def engine_around(module: nn.Module) -> Engine:
     return _shard(root) if engine is None else engine
 
 
+_overriding: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}  # noqa: E731
+
+
+def override_settings(overriding: Callable[[nn.Module], Mapping[str, Any]]) -> None:
+    """Let `overriding` return, for a model that is about to be sharded, fields of ``ShardConfig`` that replace its own."""
+    global _overriding
+    _overriding = overriding
+
+
 def _shard(root: nn.Module) -> Engine:
     mark = mark_of(root)
     assert mark is not None
@@ -218,6 +227,7 @@ def _shard(root: nn.Module) -> Engine:
     _refuse_own_grads(root, mark)
     settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
     settings["prefetch"] = max(settings["prefetch"], mark.prefetch, *(nested.prefetch for *_, nested in inside))
+    settings |= _overriding(root)
     casts = {name: partial(cast_root_outputs, dtype) for name, dtype in outputs.items()}
     handles = [root.get_submodule(name).register_forward_hook(hook) for name, hook in casts.items()]
     device = request.device

@@ -19,6 +19,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError, ShardError
+from ..shard_tensor.spec import same_cut
+from ..shard_tensor.tensor import ShardTensor
 from .checks import (
     check_class,
     check_units,
@@ -29,8 +31,9 @@ from .checks import (
     units_of,
 )
 from .elementwise.step import FlatStep
-from .engines_of_optimizer import OPEN, first_runtime, runtimes_of
+from .engines_of_optimizer import OPEN, first_runtime, open_runtime_of, params_of, runtimes_of
 from .host.step import HostStep, refuse_offloaded, steps_on_host
+from .matrix.state import is_matrix
 from .matrix.step import MatrixStep
 from .optimizer_proxy import OptimizerProxy, StepBackend, proxy_of
 from .registry import Kind, is_torchs, kind_of, kind_of_step
@@ -58,7 +61,7 @@ class StepWatch:
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
         self._backends: MutableMapping[Any, StepBackend] = WeakIdKeyDictionary()
-        self._hooks: MutableMapping[Any, tuple[Any, Any, Any]] = WeakIdKeyDictionary()
+        self._hooks: MutableMapping[Any, tuple[Any, ...]] = WeakIdKeyDictionary()
         self._unknown = UnknownSteps()
         self._classes: dict[type, type] = {}  # of proxies
         self._handle = torch_optimizer.register_optimizer_step_pre_hook(_weakly(self.find))
@@ -89,7 +92,9 @@ class StepWatch:
             handles = (
                 optimizer.register_step_pre_hook(_weakly(self._hook_before)),
                 optimizer.register_step_post_hook(_weakly(self.after)),
+                optimizer.register_load_state_dict_pre_hook(_weakly(self.loading)),
                 optimizer.register_load_state_dict_post_hook(_weakly(self.loaded)),
+                optimizer.register_state_dict_post_hook(_weakly(self.mark_state)),
             )
             self._hooks[optimizer] = handles
         # torch has no public way to say where in the order a hook comes (torch 2.11 to 2.13).
@@ -127,6 +132,7 @@ class StepWatch:
             if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.backend.runtimes):
                 outer._session.pause()
         for held in runtimes:
+            held.optimizer_states.add(optimizer)
             held.versions.begin_change()
         return _replaced(*(changed or (args, kwargs)), functools.partial(_between_changes, runtimes))
 
@@ -144,8 +150,15 @@ class StepWatch:
             held.parameters_changed()
         self._unknown.end(optimizer)
 
+    def loading(self, optimizer: Any, state_dict: Any) -> None:
+        """Wait until no partner reads the state, which the optimizer's ``load_state_dict`` is about to replace."""
+        for held in runtimes_of(optimizer):
+            held.versions.begin_change()
+
     def loaded(self, optimizer: Any) -> None:
         """Drop what was kept of the state: the optimizer's ``load_state_dict`` has replaced it."""
+        for held in runtimes_of(optimizer):
+            held.versions.end_change()
         runtime, backend = self._runtime(), self._backends.get(optimizer)
         if runtime is None or backend is None:
             return
@@ -154,6 +167,22 @@ class StepWatch:
         for held in runtimes_of(optimizer) or [runtime]:
             # A call on some ranks only would mix old and new state.
             held.operations.note(zlib.crc32(name.encode()), f"{name}.load_state_dict()")
+
+    def mark_state(self, optimizer: Any, state_dict: Any) -> None:
+        """Note on the sharded state in a state dict what it is, so that a rank alone may write it to a file."""
+        runtime = self._runtime()
+        if runtime is None or is_matrix(runtime, optimizer):  # a file would lack the matrices that other ranks own
+            return
+        params = params_of(optimizer)
+        for number, entries in state_dict["state"].items():
+            param = params[number] if isinstance(number, int) and number < len(params) else None
+            held = open_runtime_of(param)
+            if held is None or not isinstance(param, ShardTensor) or not isinstance(entries, dict):
+                continue
+            unit_ref: Any = param._unit_ref
+            for key, value in entries.items():
+                if isinstance(value, ShardTensor) and isinstance(key, str) and same_cut(value._spec, param._spec):
+                    value._shard_state.state_of = unit_ref, held.optimizer_states.part_of(param, key)
 
     def _led(self, optimizer: Any) -> Runtime | None:
         """Return the runtime if this watch leads the steps of `optimizer`."""

@@ -55,6 +55,7 @@ class LoneReads:
         notes: Sequence[tuple[int, str]],
         payload: torch.Tensor | None = None,
         sure: bool = False,
+        alone: bool = True,
     ) -> torch.Tensor | None:
         """Compare the ranks' operations before one that only reads; return what the comparison returns. Collective.
 
@@ -66,6 +67,7 @@ class LoneReads:
             payload: see :meth:`~torch_shard.comm.divergence.OperationSequence.check`.
             sure: read alone only if the others surely do something else, not because they are late. (The result may be part of a
                 graph, whose backward would be an error.)
+            alone: False if this read needs all ranks, so that it is an error if others do something else.
         """
         runtime = self._runtime
         if self._open is not None:
@@ -74,7 +76,7 @@ class LoneReads:
             for code, text in notes:
                 runtime.operations.note(code, text)
             return payload if payload is not None else torch.empty(0, device="cpu")
-        alone_after = self._alone_after
+        alone_after = self._alone_after if alone else None
         if sure and alone_after is not None:
             alone_after = math.inf
         # One rank may come from before a step to the same read to which another comes from behind it.
@@ -99,11 +101,12 @@ class LoneReads:
     def _begin(self, what: str) -> None:
         runtime = self._runtime
         c = runtime.collectives
-        partners = c.watchdog.channels["control"].groups.comparisons.partners
-        assert partners is not None
+        comparisons = c.watchdog.channels["control"].groups.comparisons
+        partners, service = comparisons.partners, comparisons.service
+        assert partners is not None and service is not None
         members = c.topology.shard_group_of(c.world_rank)
         with contextlib.ExitStack() as stack:
-            self.reading = stack.enter_context(partners.reading(members, runtime.key, runtime.versions))
+            self.reading = stack.enter_context(partners.reading(members, runtime.key, runtime.versions, service.issued))
             self._open = stack.pop_all()
         self.count += 1
         line = caller_line()

@@ -127,7 +127,7 @@ class OnDemand:
         is_there = replicated and not unit.gathers
         at_hand = local_ok and ((is_there and not inside) or (unit.installed and not recording))
         if not (at_hand or (not inside and not recording and self._is_unsharded(unit, param))):
-            reads = not (inside or edits)
+            reads = None if inside else not edits
             runtime.unshard(unit, runtime.phase(), f"{name} of {param._spec.name}", reads)
             if reads and recording and runtime.lone.running:
                 return self._read_alone(flat, index, recording)

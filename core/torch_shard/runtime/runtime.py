@@ -41,6 +41,7 @@ from .buffer_sync import BufferSync
 from .forward_hooks import Forwards
 from .lone_reads import LoneReads
 from .on_demand import OnDemand
+from .optimizer_states import OptimizerStates
 from .reduce_schedule import PAUSE, ReduceSchedule
 from .replaced_params import Registrations
 from .unshard_schedule import UnshardSchedule
@@ -48,6 +49,7 @@ from .use import Use
 
 if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading, ShardPart
+    from ..comm.one_sided.service import Service
     from ..offload.host import Host
     from .ports import StepInBackward
 
@@ -86,6 +88,7 @@ class Runtime:
         # The load that has to follow makes the versions equal again.
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
+        self.optimizer_states = OptimizerStates(self)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
@@ -139,27 +142,43 @@ class Runtime:
     def _offer(self, key: str) -> None:
         """Hand out this rank's shards to ranks that read alone, under `key`."""
         self.key = key
-        channel = self.collectives.gather_channel
-        service = None if channel is None else channel.groups.comparisons.service
-        if service is not None:
-            service.offer(key, self)
+        if self.service is not None:
+            self.service.offer(key, self)
+
+    @property
+    def service(self) -> Service | None:
+        """What hands out this rank's shards to ranks that read alone; None where there is nobody."""
+        return self.collectives.service
 
     def meet(
-        self, what: str, notes: Sequence[tuple[int, str]], payload: torch.Tensor | None = None, sure: bool = False
+        self,
+        what: str,
+        notes: Sequence[tuple[int, str]],
+        payload: torch.Tensor | None = None,
+        sure: bool = False,
+        alone: bool = True,
     ) -> torch.Tensor | None:
         """Compare the ranks' operations before one that only reads; None if this rank reads alone; see :class:`.LoneReads`."""
-        return self.lone.meet(what, notes, payload, sure)
+        if not alone:
+            self.lone.refuse(what)
+        return self.lone.meet(what, notes, payload, sure, alone)
 
     @property
     def reading(self) -> Reading | None:
         """The running read of the model by this rank alone."""
         return self.lone.reading
 
+    def met(self) -> None:
+        """Note that all ranks have come to a collective."""
+        self.optimizer_states.met()
+
     def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of a flat buffer, for a rank that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
+        """Return this rank's shard of what a rank wants that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
 
         Called in any thread.
         """
+        if part.form == "state":
+            return self.optimizer_states.shard_to_send(part)
         return self.schedule.units[part.unit].flats[part.flat].shard_to_send(part)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -241,13 +260,13 @@ class Runtime:
             return BACKWARD
         return FORWARD if torch.is_grad_enabled() else EVALUATION
 
-    def _open_session(self, of: str, noted: Sequence[tuple[int, str]] = (), reads: bool = False) -> bool:
+    def _open_session(self, of: str, noted: Sequence[tuple[int, str]] = (), reads: bool | None = None) -> bool:
         """Agree with the other ranks that a forward begins. Collective, unless this rank alone reads the model.
 
         Args:
             of: what computes, for ranks that only read: once they have agreed, their gathers must be the same.
             noted: operations to note before, each with its code and text.
-            reads: the forward changes nothing, although gradients are recorded.
+            reads: nothing is changed, so that this rank may go on alone. By default this is so where no gradients are recorded.
 
         Returns:
             False if this rank reads the model alone: it evaluates, and other ranks do something else.
@@ -271,7 +290,7 @@ class Runtime:
         noted = [*noted, *self.operations.notes_of_batch(), begins]
         what, changes = "the start of a forward", self.schedule.changes()
         try:
-            if phase == EVALUATION or reads:
+            if phase == EVALUATION if reads is None else reads:
                 found = self.lone.meet(what, noted, changes, sure=phase == FORWARD)
             else:
                 for code, text in noted:
@@ -297,7 +316,7 @@ class Runtime:
         self.lone.end()
         self.session, self.session_before = self.session_before, False
 
-    def unshard(self, unit: Unit, phase: int, of: str = "", reads: bool = False) -> None:
+    def unshard(self, unit: Unit, phase: int, of: str = "", reads: bool | None = None) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective.
 
         `of`, `reads`: see :meth:`_open_session`.

@@ -124,6 +124,8 @@ def _agree(setup: Setup) -> None:
     """Raise on all ranks unless all have equal plans; find out which parameters have values on which ranks. Collective."""
     c = setup.collectives
     agree(c, setup.model, setup.plan if setup.error is None else None, setup.config, setup.error)
+    if c.service is not None:
+        c.service.met()
     params = {info.name: setup.params[info.name] for info in setup.plan.params}
     # A parameter that waits for values from files counts as one with values, because every rank reads them.
     here = [p.device.type != "meta" or deferred_of(p) is not None for p in params.values()]

@@ -97,7 +97,8 @@ def set_data(param: ShardTensor, value: Any) -> None:
         )
     with torch.no_grad():
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
-        if new is not local:
+        # What Module.to() has copied unchanged is no edit: one rank alone may call it.
+        if new is not local and not (isinstance(value, ShardTensor) and value._shard_state.still_equals(local)):
             with changing([param]):
                 local.copy_(new)
 

@@ -1,7 +1,8 @@
 """The interfaces that a sharded parameter needs of its unit and of the runtime.
 
-:class:`~torch_shard.unit.unit.Unit`, :class:`~torch_shard.runtime.runtime.Runtime` and
-:class:`~torch_shard.runtime.on_demand.OnDemand` implement them.
+:class:`~torch_shard.unit.unit.Unit`, :class:`~torch_shard.runtime.runtime.Runtime`,
+:class:`~torch_shard.runtime.on_demand.OnDemand` and :class:`~torch_shard.runtime.optimizer_states.OptimizerStates` implement
+them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import torch
 
 if TYPE_CHECKING:
     from ..comm.collectives import Collectives
+    from ..comm.one_sided.partners import ShardPart
     from ..comm.one_sided.versions import Versions
     from .tensor import ShardTensor
 
-__all__ = ["OnDemandPort", "RuntimePort", "UnitPort"]
+__all__ = ["OnDemandPort", "OptimizerStatesPort", "RuntimePort", "UnitPort"]
 
 
 class UnitPort(Protocol):
@@ -81,6 +83,10 @@ class RuntimePort(Protocol):
         """What unshards parameters for single operations outside their modules' forward."""
 
     @property
+    def optimizer_states(self) -> OptimizerStatesPort:
+        """What reads optimizer state from the other ranks."""
+
+    @property
     def versions(self) -> Versions:
         """The version of the shards."""
 
@@ -120,3 +126,10 @@ class OnDemandPort(Protocol):
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
         """Make it an error to edit one of `copies`, which stand for views of `name`."""
+
+
+class OptimizerStatesPort(Protocol):
+    """The part of what knows a model's optimizers that their sharded state uses."""
+
+    def read(self, part: ShardPart, own: ShardTensor) -> torch.Tensor | None:
+        """Return full state, which the ranks call `part`, and of which this rank has `own`; None where it can't read alone."""

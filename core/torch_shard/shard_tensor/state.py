@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from ..comm.one_sided.partners import ShardPart
     from ..offload.pending_writes import PendingWrites
     from .spec import ShardSpec
 
@@ -24,7 +25,9 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
-_SELDOM = {"aside": None, "converted": False, "lost": False, "outdated": None, "unreduced": False}
+_SELDOM = {
+    "aside": None, "converted": False, "copy_of": None, "lost": False, "outdated": None, "state_of": None, "unreduced": False,
+}  # fmt: skip
 
 
 class ShardState:
@@ -37,17 +40,21 @@ class ShardState:
         flat: the 1-D tensor of which `local` is a part, beside other parameters' gradients; unset while `local` is.
         origin: weak reference to the unit of the parameter from which the tensor was computed.
         converted: the tensor is a parameter, converted to another dtype or device.
+        copy_of: the shard that the tensor copies as it is, and the versions of both, if a conversion changed nothing.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
         outdated: the optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
+        state_of: weak reference to the parameter's unit, and what ranks call the state, if the tensor came with an optimizer's
+            ``state_dict()``.
     """
 
     __slots__ = (
         "aside",
         "converted",
+        "copy_of",
         "flat",
         "local",
         "lost",
@@ -55,6 +62,7 @@ class ShardState:
         "outdated",
         "pending_writes",
         "spec",
+        "state_of",
         "unit_ref",
         "unreduced",
         "waits_for",
@@ -66,12 +74,14 @@ class ShardState:
     flat: torch.Tensor | None
     origin: weakref.ref[Any] | None
     converted: bool
+    copy_of: tuple[weakref.ref[torch.Tensor], int, int] | None
     unreduced: bool
     outdated: tuple[str, int] | None
     lost: bool
     waits_for: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
     pending_writes: PendingWrites | None
+    state_of: tuple[weakref.ref[Any], ShardPart] | None
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
         self.local = local
@@ -111,6 +121,17 @@ class ShardState:
             if not self.is_here:
                 self.local = local
         self.waits_for = self.aside = None
+
+    def note_copy(self, local: torch.Tensor) -> None:
+        """Note that this tensor, which has just been made, is a copy of the shard `local`."""
+        self.copy_of = weakref.ref(local), local._version, self.local._version
+
+    def still_equals(self, local: torch.Tensor) -> bool:
+        """True if this tensor is a copy of the shard `local`, and neither has changed since then."""
+        if self.copy_of is None:
+            return False
+        source, version, own_version = self.copy_of
+        return source() is local and (version, own_version) == (local._version, self.local._version)
 
     def copy_marks(self, other: ShardState) -> None:
         """Take over what `other` knows of the gradient or result of which this tensor is a copy."""

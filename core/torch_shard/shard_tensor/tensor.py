@@ -153,6 +153,20 @@ class ShardTensor(torch.Tensor):
             return alone
         return full_tensors([self], f"full_tensor of {self._spec.name}")[0]
 
+    def _full_for_file(self) -> torch.Tensor | None:
+        """Return the full tensor for a file that this rank writes, whatever the others do. Not collective.
+
+        None if this is neither a parameter nor what an optimizer's ``state_dict()`` has returned, or can't be read alone.
+        """
+        unit = self._unit
+        if unit is not None:
+            return unit.runtime.on_demand.full_for_file(unit, self)
+        if self._shard_state.state_of is None:
+            return None
+        unit_ref, part = self._shard_state.state_of
+        unit = unit_ref()
+        return None if unit is None else unit.runtime.optimizer_states.read(part, self)
+
     # -- copying, showing, saving ---------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -177,8 +191,7 @@ class ShardTensor(torch.Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        unit = self._unit
-        full = None if unit is None else unit.runtime.on_demand.full_for_file(unit, self)
+        full = self._full_for_file()
         if full is not None:
             if getattr(self, "_is_param", False):
                 return torch.nn.Parameter(full, self.requires_grad).__reduce_ex__(protocol)

@@ -323,7 +323,10 @@ def _may_differ(call: FunctionCall) -> bool:
     of sharded values. Neither has to communicate. A 0-dim tensor without a gradient counts as a number, such as an
     optimizer's learning rate, except in backward, where it comes from a rank's own gradient.
     """
-    if call.name in FORMS or isinstance(call.target, (ShardTensor, list, tuple)):
+    target = call.target
+    if isinstance(target, (list, tuple)) and target and not any(isinstance(t, ShardTensor) for t in target):
+        return True  # each rank has plain tensors of its own, such as averages of the weights, and writes to them
+    if call.name in FORMS or isinstance(target, (ShardTensor, list, tuple)):
         return False
     if call.name in RANDOM:
         return True

@@ -88,7 +88,7 @@ def make_full(
     Args:
         runtime: the sharded model's runtime.
         found: the state dict, which is changed. With `rank0_only` other ranks are left with other modules' entries alone.
-        rank0_only: only rank 0 gets values, unless another rank calls this alone.
+        rank0_only: only rank 0 gets values. (Another rank gets none when it is alone either: it may just have been early.)
         offload_to_cpu: all tensors are put on the CPU.
         what: the operation, for messages.
         error: the reason why this rank cannot go on, if there is one.
@@ -101,8 +101,8 @@ def make_full(
     mine = {key: value for key, value in found.items() if key.startswith(prefix)}
     with runtime.lone.until_end():
         together = met(runtime, what, [key for key, value in mine.items() if isinstance(value, ShardTensor)], error)
-        wanted = not (rank0_only and together) or runtime.collectives.world_rank == 0
-        for gathered in full_values(runtime, entries_of(runtime, mine), what):
+        wanted = not rank0_only or runtime.collectives.world_rank == 0
+        for gathered in full_values(runtime, entries_of(runtime, mine), what) if wanted or together else ():
             for entry, value in gathered if wanted else ():
                 found.update(dict.fromkeys(entry.names, copied(value, offload_to_cpu)))
                 del value  # or two buffers would be in memory while the next one is gathered

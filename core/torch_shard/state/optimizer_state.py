@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.consensus import agree
+from ..comm.consensus import agree, met
 from ..errors import StateDictError
 from ..layout.dtensor_placement import is_dtensor, local_of
 from ..log import logger
 from ..optim import state_tree
-from ..optim.engines_of_optimizer import params_of
+from ..optim.engines_of_optimizer import open_runtime_of, params_of, runtimes_of
 from ..optim.matrix import state as matrix_state
 from ..optim.registry import counters_in, is_counter
 from ..runtime.runtime import Runtime
@@ -66,6 +66,8 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return full optimizer state by parameter name, on the CPU. Collective.
 
+    A rank that calls it alone, while the others do something else, reads the state of element-wise optimizers from them.
+
     Args:
         runtime: the engine's runtime.
         optimizer: an optimizer that holds parameters of the model.
@@ -95,18 +97,25 @@ def optim_state_dict(
         others = {n for n, p in enumerate(numbers) if id(p) not in mine}
         taken = {**taken, "state": {key: entries for key, entries in taken["state"].items() if key not in others}}
     cut = sharded_entries(runtime, numbers, taken["state"])
-    agree(runtime, what, (len(numbers), cut.key), error)
-    wanted = not rank0_only or runtime.collectives.world_rank == 0
-    elsewhere = matrix_state.descriptions(runtime, taken["state"], len(numbers), what)
-    # A snapshot: the next step changes what is not sharded.
-    found = {n: state_tree.copied(entries, "cpu") for n, entries in taken["state"].items()} if wanted else {}
-    for gathered in full_values(runtime, cut, elsewhere, taken["state"], wanted, what):
-        for number, kind, value in gathered if wanted else ():
-            if kind is None:
-                found[number] = value
-            else:
-                found[number][kind] = state_tree.copied(value, "cpu")
-            del value  # or two buffers would be in memory while the next one is gathered
+    with runtime.lone.until_end():
+        may_be_alone = given is None and is_readable_alone(runtime, optimizer)
+        together = met(runtime, what, (len(numbers), cut.key), error, sure=True, alone=may_be_alone)
+        wanted = not rank0_only or runtime.collectives.world_rank == 0
+        elsewhere = matrix_state.descriptions(runtime, taken["state"], len(numbers), what) if together else {}
+        # A snapshot: the next step changes what is not sharded.
+        found = {n: state_tree.copied(entries, "cpu") for n, entries in taken["state"].items()} if wanted else {}
+        values = (
+            full_values(runtime, cut, elsewhere, taken["state"], wanted, what)
+            if together
+            else _values_read_alone(numbers, taken["state"] if wanted else {})
+        )
+        for gathered in values:
+            for number, kind, value in gathered if wanted else ():
+                if kind is None:
+                    found[number] = value
+                else:
+                    found[number][kind] = state_tree.copied(value, "cpu")
+                del value  # or two buffers would be in memory while the next one is gathered
     if not wanted:
         return {}
     state = {names[id(numbers[n])] if is_number(n, numbers) else n: found[n] for n in in_order(found, numbers)}
@@ -116,6 +125,44 @@ def optim_state_dict(
     parameters = set(names.values())
     of_none = [key for key in state if key not in parameters]
     return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
+
+
+def is_readable_alone(runtime: Runtime, optimizer: Any) -> bool:
+    """Return True if one rank alone can read all of an optimizer's state: every sharded entry is cut like its parameter.
+
+    Not collective.
+    """
+    if matrix_state.is_matrix(runtime, optimizer) or not runtime.optimizer_states.are_read_alone:
+        return False
+    for param, entries in optimizer.state.items():
+        for kind, value in entries.items() if isinstance(entries, Mapping) else ():
+            if not any(isinstance(t, ShardTensor) or is_dtensor(t) for t in state_tree.tensors_of(value)):
+                continue
+            if not (isinstance(value, ShardTensor) and isinstance(param, ShardTensor) and isinstance(kind, str)):
+                return False
+            if not same_cut(value._spec, param._spec) or param._spec.part is not None or open_runtime_of(param) is None:
+                return False
+    return True
+
+
+def _values_read_alone(params: list[Any], state: Mapping[Any, Any]) -> Iterator[list[tuple[int, Any, Any]]]:
+    """Yield number, kind and full value of the sharded state, of which :func:`is_readable_alone` is true. Not collective.
+
+    Raises:
+        DivergenceError: another rank has other state, or has stepped already.
+        StateDictError: the state dict has other tensors than the optimizer.
+    """
+    for number, entries in state.items():
+        for kind, value in entries.items() if isinstance(entries, Mapping) else ():
+            if isinstance(value, ShardTensor):
+                states = open_runtime_of(params[number]).optimizer_states  # type: ignore[union-attr]
+                full = states.read(states.part_of(params[number], kind), value)
+                if full is None:
+                    raise StateDictError(
+                        f"{kind!r} of {params[number]._spec.name} is not what the optimizer holds, since a hook of state_dict() "
+                        "has replaced it; one rank alone can't read it. Save on every rank."
+                    )
+                yield [(number, kind, full)]
 
 
 def complete(given: Any, what: str, rank: int) -> Any:
@@ -401,8 +448,11 @@ def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size, counters: f
 def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
     """Put state that torch changed while it loaded it back into the optimizer. `state` is by number, as it was given to torch.
 
-    torch casts state to the parameter's dtype, and makes generators of strings in tuples.
+    torch casts state to the parameter's dtype, and makes generators of strings in tuples. A rank that reads alone finds the state
+    from now on.
     """
+    for held in runtimes_of(optimizer):
+        held.optimizer_states.add(optimizer)
     for number, p in enumerate(params_of(optimizer)):
         for key, value in state.get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)

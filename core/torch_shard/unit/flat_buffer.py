@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -267,18 +267,47 @@ class FlatBuffer:
 
         Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
         """
+        return self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.shard_to_send)
+
+    def read_state(self, part: ShardPart, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
+        """Return optimizer state that is cut like a parameter of this buffer, as :meth:`read_parameter` returns parameters.
+
+        Args:
+            part: the state.
+            local: this rank's shard of it.
+            reading: as for :meth:`read_parameter`.
+        """
+        return self._read_pieces(part.param, local.dtype, reading, lambda start, stop: part, lambda part: local)
+
+    def _read_pieces(
+        self,
+        index: int,
+        dtype: torch.dtype,
+        reading: Reading | None,
+        part_of: Callable[[int, int], ShardPart],
+        own_piece: Callable[[ShardPart], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return a tensor of the shape of parameter `index`, of which each rank has the piece that is in its slot.
+
+        Args:
+            index: the parameter's number in this buffer.
+            dtype: the tensor's.
+            reading: the running read; None without other ranks.
+            part_of: returns what to ask a rank for, by the piece's beginning and end in that rank's slot.
+            own_piece: returns this rank's piece, by what it would be asked for.
+        """
         slot, size = self.layout.slots[index], self.layout.shard_numel
         with torch.inference_mode(False), torch.no_grad():
-            values = torch.empty(slot.numel, dtype=self.dtype, device=self.collectives.device)
+            values = torch.empty(slot.numel, dtype=dtype, device=self.collectives.device)
             pieces, parts = [], []
             for rank in range(self.collectives.size):
                 start, stop = max(slot.offset, rank * size), min(slot.stop, (rank + 1) * size)
                 stop = max(start, stop)
                 pieces.append(values[start - slot.offset : stop - slot.offset] if start < stop else values[:0])
-                parts.append(self._part("stored", start - rank * size, stop - rank * size))
+                parts.append(part_of(start - rank * size, stop - rank * size))
             own = self.collectives.rank
             if pieces[own].numel():
-                pieces[own].copy_(self.shard_to_send(parts[own]))
+                pieces[own].copy_(own_piece(parts[own]))
             if reading is not None:
                 reading.fill(pieces, parts)
         return values.as_strided(slot.shape, slot.stride)

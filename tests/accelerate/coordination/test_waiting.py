@@ -122,12 +122,11 @@ CALLS = {
 @pytest.mark.parametrize(
     ("alone", "others"),
     [
-        ("save_state", "wait_for_everyone"),
-        ("load_state", "forward"),
+        ("load_state", "wait_for_everyone"),
         *exhaustive(
+            ("load_state", "forward"),
             ("forward", "wait_for_everyone"),
             ("clip", "wait_for_everyone"),
-            ("save_state", "forward"),
         ),
     ],
 )

@@ -66,6 +66,7 @@ def stock(folder: Path) -> dict[str, Any]:
 
 def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["class"] == "accelerate_shard.accelerator" and found["ranks"] == 2 and found["type"] == "MULTI_CPU"
+    assert found["plugins"] == [False, False]  # scripts that ask find the answers of DDP
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5, abs=0)
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5, abs=0)
 

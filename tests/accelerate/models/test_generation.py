@@ -65,6 +65,19 @@ def test_text_is_the_stock_model_s_on_ranks_of_different_lengths(rank: int, case
         assert torch.equal(text(acc.unwrap_model(model), rank, synced_gpus=False, **options), wanted)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_the_main_rank_may_generate_alone(rank: int, way: str) -> None:
+    wanted = text(build("gpt2")[0].eval(), rank)
+    model, inputs, loss = build("gpt2")
+    with accelerator(OURS) as acc:
+        model = acc.prepare(model).eval()
+        if acc.is_main_process:
+            with WAYS[way]():
+                assert torch.equal(text(model, rank), wanted)
+        acc.backward(loss(model(**inputs)))  # where the other rank has gone on to
+
+
 @ranks(2)
 def test_parameters_are_sent_once_for_the_whole_text(rank: int) -> None:
     with accelerator(OURS) as acc:

@@ -70,10 +70,23 @@ def test_a_state_dict_is_written_in_the_standard_idiom_and_in_others_and_gathere
         assert not (tmp_path / "local").exists()
 
 
-@pytest.mark.exhaustive
 @ranks(2)
-def test_called_on_the_main_rank_alone_it_raises_and_writes_nothing(tmp_path: Path) -> None:
-    with accelerator(OURS, shard_plugin=ShardPlugin(timeout=1)) as acc:
+def test_called_on_the_main_rank_alone_it_saves_the_full_model_too(tmp_path: Path) -> None:
+    model, inputs, loss = build("gpt2")
+    with accelerator(OURS) as acc:
+        model, optimizer = acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        acc.backward(loss(model(**inputs)))
+        optimizer.step()
+        wanted = acc.get_state_dict(model)
+        if acc.is_main_process:
+            acc.unwrap_model(model).save_pretrained(tmp_path)
+            assert_loads(tmp_path, wanted)
+        acc.backward(loss(model(**inputs)))  # where the other rank has gone on to
+
+
+@ranks(2)
+def test_where_a_rank_must_not_read_alone_it_raises_and_writes_nothing(tmp_path: Path) -> None:
+    with accelerator(OURS, shard_plugin=ShardPlugin(alone="error", timeout=1)) as acc:
         model = acc.prepare(build("gpt2")[0])
         if acc.is_main_process:
             with pytest.raises(MissingRankError, match=r"GPT2LMHeadModel\.save_pretrained"):
@@ -198,14 +211,17 @@ class Encoder(torch.nn.Module):
         torch.save(self.pooling.state_dict(), Path(folder, "pooling.pt"))
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @ranks(2)
-def test_a_model_whose_save_computes_and_calls_that_of_a_part_is_saved(tmp_path: Path) -> None:
+def test_a_model_whose_save_computes_and_calls_that_of_a_part_is_saved(alone: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Encoder()
     wanted, pooling = weights(model.auto_model), weights(model.pooling)
     with accelerator(OURS) as acc:
         model = acc.prepare(model)
-        model.save_pretrained(tmp_path)
+        if acc.is_main_process or not alone:
+            model.save_pretrained(tmp_path)
+        acc.wait_for_everyone()
         assert_loads(tmp_path, wanted)
         saved = torch.load(tmp_path / "pooling.pt")
         assert saved.keys() == pooling.keys() and all(torch.equal(saved[name], pooling[name]) for name in pooling)

@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+import safetensors.torch
 import torch
 from accelerate import load_checkpoint_in_model
 from safetensors.torch import load_file
@@ -111,6 +112,21 @@ def test_a_saved_model_is_loaded_by_stock_accelerate_whole_and_in_several_files(
             assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in wanted.state_dict().items())
             acc.wait_for_everyone()
     assert (folder / "logs").is_dir()
+
+
+@ranks(2)
+def test_safetensors_functions_write_full_parameters_on_the_main_process_alone(tmp_path):
+    with accelerator(OURS) as acc:
+        model = acc.prepare(net())
+        wanted = acc.get_state_dict(model)
+        if acc.is_main_process:
+            safetensors.torch.save_file(model.state_dict(), tmp_path / "file", metadata={"format": "pt"})
+            assert not differ(load_file(tmp_path / "file"), wanted)
+            assert not differ(safetensors.torch.load(safetensors.torch.save(model.state_dict())), wanted)
+            model.head.weight.grad = torch.ones(model.head.weight.shape)
+            with pytest.raises(ShardPicklingError):
+                safetensors.torch.save({"gradient": model.head.weight.grad})
+        acc.wait_for_everyone()
 
 
 @pytest.mark.exhaustive

@@ -126,6 +126,7 @@ def main():
         print("RESULT", json.dumps({
             "argv": sys.argv, "losses": losses, "norms": norms, "ranks": accelerator.num_processes, "settings": settings,
             "class": type(accelerator).__module__, "type": accelerator.distributed_type.value, "path": sys.path[0],
+            "plugins": [getattr(accelerator.state, f"{name}_plugin", None) is not None for name in ("fsdp", "deepspeed")],
         }), flush=True)
     if "--fail" in sys.argv:
         raise ValueError("something in the script")

@@ -1,7 +1,8 @@
 """The end of a rank's process: it serves on until all ranks have come to the end, since another one may still read its shards.
 
 Rank 0 collects the goodbyes, and answers when all have come, so that a rank makes one connection however many ranks there are.
-A rank whose process is gone counts as gone, and a rank that ends by an exception does not wait for anybody.
+A rank whose process is gone counts as gone, and a rank that ends by an exception does not wait for anybody. Nor does one for
+whose part in a collective another rank waits: it will never come there, and when its process is gone that rank hears of it.
 """
 
 from __future__ import annotations
@@ -30,12 +31,21 @@ def stay_until_all_leave(service: Service, partners: Partners, seconds: float) -
     )
 
 
+def _waits_in(partners: Partners, rank: int, issued: int) -> str | None:
+    """Return where `rank` waits in a comparison behind the `issued` ones; "" if it does not, None if its process is gone."""
+    try:
+        answer = partners.ask(rank, ask="presence")
+    except MissingRankError:
+        return None
+    waits = answer["issued"] > issued and answer["place"].startswith("torch_shard.comm.work")
+    return f"{answer['issued']} {answer['place']}" if waits else ""
+
+
 def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners], seconds: float) -> None:
     service, partners = service_ref(), partners_ref()
     if service is None or partners is None or sys.exc_info()[0] is not None or hasattr(sys, "last_value"):
         return
-    models = service.leave()  # which are kept alive as long as this function runs
-    if not models:
+    if not service.leave():
         return
     deadline, told = time.monotonic() + seconds, False
     begin = time.monotonic()
@@ -43,8 +53,18 @@ def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners]
     try:
         if service.rank != 0:
             partners.tell(0, ask="farewell", sender=service.rank)
+        waiting: dict[int, str] = {}  # by rank, where it waits in a collective that this rank never comes to
         while missing and time.monotonic() < deadline:
-            missing = {rank for rank in service.wait_for_farewells(missing, _LOOK) if partners.is_there(rank)}
+            seen, waiting = waiting, {}
+            for rank in service.wait_for_farewells(missing, _LOOK):
+                place = _waits_in(partners, rank, service.issued)
+                if place is None:
+                    missing.discard(rank)
+                elif place:
+                    waiting[rank] = place
+            missing -= service.farewells
+            if any(seen.get(rank) == place for rank, place in waiting.items()):
+                return
             if missing and not told and time.monotonic() > begin + _SLOW:
                 told = True
                 logger.info(
@@ -60,4 +80,3 @@ def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners]
             partners.tell(rank, ask="farewell", sender=0)
         except MissingRankError:
             continue
-    del models

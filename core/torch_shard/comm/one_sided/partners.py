@@ -24,15 +24,18 @@ class ShardPart:
 
     Attributes:
         unit, flat: the number of the unit, and that of the flat buffer in it.
-        form: "stored" for the shard as it is, or "sent" for what a gather would send.
+        form: "stored" for the shard as it is, "sent" for what a gather would send, or "state" for optimizer state.
         start, stop: the elements of a stored shard; None for all.
+        param, key: of optimizer state: the parameter's number in the flat buffer, and the state's key.
     """
 
     unit: int
     flat: int
-    form: Literal["stored", "sent"]
+    form: Literal["stored", "sent", "state"]
     start: int | None = None
     stop: int | None = None
+    param: int = 0
+    key: str = ""
 
 
 class Partners:
@@ -106,10 +109,16 @@ class Partners:
 
     # -- one read -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def reading(self, members: Sequence[int], model: str, versions: Versions) -> Iterator[Reading]:
+    def reading(self, members: Sequence[int], model: str, versions: Versions, issued: int) -> Iterator[Reading]:
         """Return a context in which the shards of `model` can be read from `members`, in the version that this rank has.
 
         No rank changes its shards meanwhile.
+
+        Args:
+            members: ranks.
+            model: the key by which all ranks know it.
+            versions: of this rank's shards.
+            issued: the number of comparisons that this rank has issued.
 
         Raises:
             DivergenceError: a rank has changed its shards since then, or does not come to make the changes of this one.
@@ -119,6 +128,7 @@ class Partners:
         asked: list[int] = []
         try:
             question = {"ask": "admit", "model": model, "version": versions.finished, "seconds": self.seconds}
+            question["issued"] = issued
             for rank in others:
                 self.tell(rank, **question)
                 asked.append(rank)
@@ -128,7 +138,7 @@ class Partners:
                 self.close()  # or the other answers would be taken for those of other questions
                 raise
             for rank, answer in answers.items():
-                self._check(rank, answer, versions.finished)
+                self._check(rank, answer, versions)
             yield Reading(self, list(members), model)
         finally:
             for rank in asked:
@@ -140,19 +150,21 @@ class Partners:
             link.settimeout(2 * self.seconds)  # the partner itself waits for at most `seconds`
             return wire.receive(link)
 
-    def _check(self, rank: int, answer: dict[str, Any], version: int) -> None:
+    def _check(self, rank: int, answer: dict[str, Any], versions: Versions) -> None:
         outcome, where = answer["outcome"], f"rank {self.rank} reads the model alone at {caller_line()}"
+        after = f"after {versions.finished} changes of its parameters (steps, edits, loads)"
         if outcome == "ahead":
             raise DivergenceError(
-                f"{where}, after {version} changes of its parameters (steps, edits, loads), but rank {rank} has already made "
+                f"{where}, {after}, but rank {rank} has already made "
                 f"the next one, at {answer['line']}. The values that this rank has are gone there. Read before backward or "
                 "behind the optimizer's step; or on every rank."
             )
-        if outcome == "behind":
+        if outcome in ("behind", "stuck"):
+            why = f"in {self.seconds:g} s" if outcome == "behind" else "and waits for this rank in something else"
             raise DivergenceError(
-                f"{where}, after {version} changes of its parameters (steps, edits, loads), but rank {rank} has made "
-                f"{answer['finished']}, the latest at {answer['line']}, and did not make the others within {self.seconds:g} s. "
-                "Change parameters on every rank."
+                f"{where}, {after}, the latest at {versions.line}, but rank {rank} has made {answer['finished']}, the latest at "
+                f"{answer['line']}, {why}. Change parameters on every rank: code under `if rank == 0` may read a model, and may "
+                "not copy an average's weights into it, for example."
             )
         if outcome == "unknown":
             raise DivergenceError(
@@ -185,15 +197,20 @@ class Reading:
                 partners.tell(rank, ask="shard", model=self._model, part=asdict(part))
             for rank, slot, _ in others:
                 with partners._of(rank) as link:
-                    self._fill(link, slot)
+                    self._fill(link, slot, rank)
         except BaseException:
             partners.close()  # or later answers would be taken for those of other questions
             raise
 
-    def _fill(self, link: socket.socket, slot: torch.Tensor) -> None:
+    def _fill(self, link: socket.socket, slot: torch.Tensor, rank: int) -> None:
         answer = wire.receive(link)
+        if "error" in answer:
+            raise DivergenceError(
+                f"rank {self._partners.rank} reads the model alone at {caller_line()}, and rank {rank} can't hand out its part: "
+                f"{answer['error']}"
+            )
         if answer["nbytes"] != slot.nbytes:
-            raise EOFError(answer.get("error", f"it sends {answer['nbytes']} bytes instead of {slot.nbytes}"))
+            raise EOFError(f"it sends {answer['nbytes']} bytes instead of {slot.nbytes}")
         host = slot if slot.device.type == "cpu" else torch.empty_like(slot, device="cpu")
         wire.receive_into(link, host)
         if host is not slot:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...errors import ShardError
 from ...log import logger
 from ...utils.thread_frames import frames_of_threads
 from ..ports import ShardSource
@@ -41,6 +42,7 @@ class Service:
         address: where the service listens.
         lock: protects :attr:`issued` and :attr:`promised`.
         issued: the number of comparisons that this rank has issued.
+        joined: the number of the latest one to which all ranks must come before this rank goes on.
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
         served: when a partner was served last, by ``time.monotonic()``.
     """
@@ -50,10 +52,11 @@ class Service:
         self.rank = rank
         self._server, self.address = wire.listen()
         self.lock = threading.Lock()
-        self.issued = self.promised = 0
+        self.issued = self.promised = self.joined = 0
         self.served = 0.0
         self._left = threading.Event()  # the rank's script has ended, or it has left the group
-        self._sources: dict[str, weakref.ref[ShardSource]] = {}
+        self._sources: dict[str, ShardSource] = {}
+        self._dropped: list[str] = []  # the keys of models that this rank has dropped since the ranks last met
         self._offered = threading.Condition()
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
@@ -65,15 +68,30 @@ class Service:
         weakref.finalize(self, _close, self._server).atexit = False
 
     def offer(self, key: str, source: ShardSource) -> None:
-        """Serve the shards of a model, which all ranks know under `key`. The model is not kept alive."""
+        """Serve the shards of a model, which all ranks know under `key`, and keep them."""
         with self._offered:
-            self._sources[key] = weakref.ref(source)
+            self._sources[key] = source
             self._offered.notify_all()
 
-    def leave(self) -> list[ShardSource]:
-        """Note that the rank's script does not come to another collective; return the models that are served."""
+    def drop(self, key: str) -> None:
+        """Note that this rank has dropped a model. Its shards are kept until the ranks meet: another may still read them."""
+        self._dropped.append(key)
+
+    def withdraw(self, key: str) -> None:
+        """Serve the shards of a model no more."""
+        self._sources.pop(key, None)
+
+    def met(self) -> None:
+        """Note that all ranks have come to a collective: they have dropped what this rank has dropped before it."""
+        while self._dropped:
+            self.withdraw(self._dropped.pop())
+        for source in self._sources.values():
+            source.met()
+
+    def leave(self) -> bool:
+        """Note that the rank's script does not come to another collective; return True if models are served."""
         self._left.set()
-        return [source for ref in self._sources.values() if (source := ref()) is not None]
+        return bool(self._sources)
 
     # -- what a partner may ask ---------------------------------------------------------------------------------
     def converse(self, link: socket.socket) -> None:
@@ -101,12 +119,15 @@ class Service:
         elif kind == "admit":
             with self._offered:  # this rank may still be in the shard() from which the partner has returned
                 self._offered.wait_for(lambda: request["model"] in self._sources, request["seconds"])
-            source = self._source(request["model"])
+            source = self._sources.get(request["model"])
             if source is None:
                 wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
                 return
             self.served = time.monotonic()
-            answer = source.versions.admit(link, request["version"], request["seconds"])
+            # The reader comes to no comparison while it waits for the answer.
+            answer = source.versions.admit(
+                link, request["version"], request["seconds"], lambda: self.joined > request["issued"]
+            )
             if answer.outcome == "admitted":
                 admitted.append(source)
             wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
@@ -114,7 +135,7 @@ class Service:
             self._send_shard(link, request, admitted)
             self.served = time.monotonic()
         elif kind == "dismiss":
-            leaving = self._source(request["model"])
+            leaving = self._sources.get(request["model"])
             self._dismiss(link, [source for source in admitted if source is leaving])
             admitted[:] = [source for source in admitted if source is not leaving]
         elif kind == "presence":
@@ -124,20 +145,17 @@ class Service:
                 self.farewells.add(request["sender"])
                 self._farewell.notify_all()
 
-    def _source(self, key: str) -> ShardSource | None:
-        found = self._sources.get(key)
-        return None if found is None else found()
-
     def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
-        source = self._source(request["model"])
+        source = self._sources.get(request["model"])
         try:
             if source is None or not any(source is each for each in admitted):
-                raise RuntimeError("the model is gone, or may change meanwhile")
+                raise ShardError("the model is gone there, or may change meanwhile.")
             with torch.inference_mode(False), torch.no_grad():
                 shard = source.shard_to_send(ShardPart(**request["part"]))
         except Exception as error:  # the reader must hear of it, and this thread must not end
             logger.log(logging.DEBUG, "rank %d can't serve a read: %s", self.rank, error)
-            wire.send(link, {"nbytes": -1, "error": f"{type(error).__name__}: {error}"})
+            known = isinstance(error, ShardError)
+            wire.send(link, {"error": str(error) if known else f"{type(error).__name__}: {error}"})
             return
         wire.send(link, {"nbytes": shard.nbytes})
         wire.send_tensor(link, shard)

@@ -16,6 +16,8 @@ from ..work import caller_line
 
 __all__ = ["Admission", "Versions"]
 
+_LOOK = 0.2  # seconds between two looks at what this rank waits for
+
 
 @dataclass(frozen=True)
 class Admission:
@@ -23,12 +25,12 @@ class Admission:
 
     Attributes:
         outcome: "admitted"; "ahead" if the shards have changed since that version, or are changing; "behind" if they have not
-            reached it in time.
+            reached it in time; "stuck" if they never will, since this rank waits for the reader in something else.
         finished: the version that the shards have.
         line: the line of user code that has made the latest change, or makes one now.
     """
 
-    outcome: Literal["admitted", "ahead", "behind"]
+    outcome: Literal["admitted", "ahead", "behind", "stuck"]
     finished: int
     line: str
 
@@ -41,6 +43,7 @@ class Versions:
 
     Attributes:
         finished: how many changes have ended.
+        line: the line of user code that has made the latest change, or makes one now.
         event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
     """
 
@@ -56,7 +59,7 @@ class Versions:
         self.settle: Callable[[], None] = lambda: (
             None
         )  # waits for ranks that may still come to read the present version
-        self._line = "the start"
+        self.line = "the start"
         self.finished = 0
 
     @property
@@ -80,7 +83,7 @@ class Versions:
                         f"rank {self._rank} waited {self._seconds:g} s at {line} to change parameters, which another rank still "
                         "reads, perhaps inside engine.gathered() with a barrier in it. Leave gathered() before the barrier."
                     )
-                self._depth, self._line = 1, line
+                self._depth, self.line = 1, line
         else:
             self._depth += 1
 
@@ -112,7 +115,7 @@ class Versions:
     def note_change(self) -> None:
         """Count a change that has been made, by an operation that all ranks take part in; end a running one."""
         if not self._depth:
-            self._line = caller_line()
+            self.line = caller_line()
         self._end()
 
     def abandon_change(self) -> None:
@@ -136,19 +139,23 @@ class Versions:
             self._state.notify_all()
 
     # -- readers ------------------------------------------------------------------------------------------------
-    def admit(self, reader: object, version: int, seconds: float) -> Admission:
-        """Admit a reader of `version`, once the shards have reached it, for at most `seconds`."""
+    def admit(self, reader: object, version: int, seconds: float, waits_for_it: Callable[[], bool]) -> Admission:
+        """Admit a reader of `version`, once the shards have reached it, for at most `seconds`.
+
+        Args:
+            waits_for_it: whether this rank now waits for the reader's rank, so that it makes no more changes until then.
+        """
         deadline = time.monotonic() + seconds
         with self._state:
             while self.finished < version:
                 left = deadline - time.monotonic()
-                if left <= 0:
-                    return Admission("behind", self.finished, self._line)
-                self._state.wait(left)
+                if left <= 0 or waits_for_it():
+                    return Admission("behind" if left <= 0 else "stuck", self.finished, self.line)
+                self._state.wait(min(left, _LOOK))
             if self.finished > version or self._depth:
-                return Admission("ahead", self.finished, self._line)
+                return Admission("ahead", self.finished, self.line)
             self._readers.add(reader)
-            return Admission("admitted", self.finished, self._line)
+            return Admission("admitted", self.finished, self.line)
 
     def dismiss(self, reader: object) -> None:
         """End the reads of a reader, if it was admitted."""

@@ -1,0 +1,49 @@
+"""The settings of the launch, which hold for every model that a script shards under the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.process_groups import group_timeout
+from ..config.shard_config import ShardConfig
+from ..frontend.launch import FLAG_FORM, SETTINGS, Setting, flag
+
+__all__ = ["RUNNER_SETTINGS", "Overrides"]
+
+RUNNER_SETTINGS = (
+    *SETTINGS,
+    Setting("defer_gradient_sync", flag, FLAG_FORM),
+    Setting("fsdp", flag, FLAG_FORM),
+)
+"""What the runner reads: fields of ``ShardConfig``; ``defer_gradient_sync``, on by default: ``no_sync()`` reduces once, at its
+end; and ``fsdp``, off by default: torch's FSDP is replaced, too."""
+
+
+class Overrides:
+    """Settings that replace what a script's own arguments say.
+
+    Args:
+        settings: values by field, of :data:`RUNNER_SETTINGS`.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        config = dict(settings)
+        self.defer_gradient_sync: bool = config.pop("defer_gradient_sync", True)
+        self.fsdp: bool = config.pop("fsdp", False)
+        self._config = config
+        ShardConfig(**{field: value for field, value in config.items() if value is not None})
+
+    def for_model(self, model: nn.Module) -> dict[str, Any]:
+        """Return fields of ``ShardConfig`` for a model. The process group must exist. Not collective."""
+        found = dict(self._config)
+        if found.get("timeout") is None:
+            # The ranks may be as far apart as under DDP: rank 0 evaluates or saves, alone and for long, while others wait.
+            found["timeout"] = group_timeout(next((p.device for p in model.parameters()), torch.device("cpu")))
+        return found

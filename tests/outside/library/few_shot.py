@@ -1,0 +1,19 @@
+"""Trains a SetFit model, whose body is a SentenceTransformer, and saves it."""
+
+import sys
+
+from datasets import load_dataset
+from setfit import SetFitModel, Trainer, TrainingArguments
+
+folder = sys.argv[1]
+data = load_dataset("json", data_files=f"{folder}/labels.jsonl", split="train")
+model = SetFitModel.from_pretrained(f"{folder}/model")
+trainer = Trainer(
+    model=model,
+    args=TrainingArguments("out", batch_size=4, num_epochs=1, max_steps=4, report_to="none"),
+    train_dataset=data,
+    eval_dataset=data,
+)
+trainer.train()
+print(trainer.evaluate())
+model.save_pretrained("final")

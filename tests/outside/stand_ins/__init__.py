@@ -1,0 +1,1 @@
+"""Files that stand in for data, hubs and devices; see :mod:`tests.outside.in_process.sitecustomize`."""

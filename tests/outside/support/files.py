@@ -1,0 +1,122 @@
+"""Reads what programs save, as trees of numbers, texts and tensors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Pixels", "read", "without_dates"]
+
+# Keys of logs whose values are times.
+_TIMES = re.compile(r"(runtime|per_second|_time|_seconds|elapsed|time)$")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d(\.\d+)?|\b1\d{9}\.\d+\b")
+_NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
+
+
+def without_dates(text: str) -> str:
+    """Return a text with the word DATE in place of dates with a time, and of seconds since 1970."""
+    return _DATE.sub("DATE", text)
+
+
+class Pixels(torch.Tensor):
+    """The pixels of an image, of which 255 is the brightest."""
+
+
+def read(path: Path) -> Any:
+    """Return a file's contents as a tree of dicts, lists, tensors, numbers and texts."""
+    if path.name.startswith("events.out.tfevents"):
+        return _events(path)
+    return _READERS.get(path.suffix, _text)(path)
+
+
+def _safetensors(path: Path) -> Any:
+    import safetensors
+
+    with safetensors.safe_open(path, "pt") as file:
+        return {"metadata": file.metadata(), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
+
+
+def _torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except (RuntimeError, pickle.UnpicklingError):
+        return pickle.loads(path.read_bytes())
+
+
+def _json(path: Path) -> Any:
+    return _without_times(json.loads(path.read_text()))
+
+
+def _json_lines(path: Path) -> Any:
+    return [_without_times(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _without_times(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_times(value) for key, value in tree.items() if not _TIMES.search(key)}
+    if isinstance(tree, list):
+        return [_without_times(value) for value in tree]
+    return tree
+
+
+def _image(path: Path) -> Any:
+    import numpy
+    from PIL import Image
+
+    return torch.from_numpy(numpy.array(Image.open(path).convert("RGBA"))).as_subclass(Pixels)
+
+
+def _numpy(path: Path) -> Any:
+    import numpy
+
+    return torch.from_numpy(numpy.load(path))
+
+
+def _events(path: Path) -> Any:
+    """Return a TensorBoard log by tag: scalars, and the pixels of images."""
+    import io
+
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    log = EventAccumulator(str(path), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    log.Reload()
+    tags = log.Tags()
+
+    def pixels(encoded: bytes) -> Any:
+        import numpy
+
+        return torch.from_numpy(numpy.array(Image.open(io.BytesIO(encoded)).convert("RGBA"))).as_subclass(Pixels)
+
+    return {
+        "scalars": {t: [(e.step, e.value) for e in log.Scalars(t)] for t in tags["scalars"] if not _TIMES.search(t)},
+        "images": {tag: [(e.step, pixels(e.encoded_image_string)) for e in log.Images(tag)] for tag in tags["images"]},
+        "tensors": {tag: [str(make_ndarray(e.tensor_proto)) for e in log.Tensors(tag)] for tag in tags["tensors"]},
+    }
+
+
+def _text(path: Path) -> Any:
+    """Return a text as its numbers and what is between them; the bytes of a file that is no text."""
+    contents = path.read_bytes()
+    try:
+        text = without_dates(contents.decode())
+    except UnicodeDecodeError:
+        return contents
+    return {"text": _NUMBER.sub("#", text), "numbers": [float(number) for number in _NUMBER.findall(text)]}
+
+
+_READERS: dict[str, Callable[[Path], Any]] = {
+    ".safetensors": _safetensors,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar"), _torch),
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".png": _image,
+    ".npy": _numpy,
+}

@@ -1,0 +1,110 @@
+"""Programs that use DistributedDataParallel themselves."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy
+import pytest
+
+from .support import makers
+from .support.program import TORCHRUN, Program
+from .support.sources import Outside, Packaged
+
+
+def _tokens(folder: Path) -> None:
+    draw = numpy.random.default_rng(0)
+    for name, count in (("train", 20_000), ("val", 4_000)):
+        draw.integers(0, 60, count).astype(numpy.uint16).tofile(folder / f"{name}.bin")
+    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
+
+
+def _clip(folder: Path) -> None:
+    vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+    model = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    (folder / "clip").mkdir()
+    (folder / "clip" / "open_clip_config.json").write_text(json.dumps({"model_cfg": model, "preprocess_cfg": {}}))
+
+
+def _classes(folder: Path) -> None:
+    for part, count in (("train", 12), ("validation", 7)):
+        for name in ("cat", "dog"):
+            makers.images(folder / part / name, count)
+
+
+NANOGPT = Outside("nanogpt/train.py", "413bd97b40bb400a")
+_NANOGPT = (
+    "--dataset={data}", "--backend=gloo", "--out_dir=out", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16",
+    "--batch_size=4", "--gradient_accumulation_steps=4", "--eval_interval=5", "--eval_iters=3", "--log_interval=1",
+    "--dtype=float32", "--warmup_iters=2", "--lr_decay_iters=12",
+)  # fmt: skip
+TIMM = Outside("timm/train.py", "f0bb70b9e1c8c576")
+_TIMM = (
+    "--data-dir={data}", "--img-size=32", "--num-classes=2", "--batch-size=4", "--epochs=2",
+    "--workers=0", "--device=cpu", "--no-prefetcher", "--opt=adamw", "--lr=1e-3", "--sched=cosine", "--warmup-epochs=0",
+    "--output=out", "--experiment=tiny",
+)  # fmt: skip
+# Keys' biases have no gradient but rounding, which AdamW would make steps of without a larger epsilon.
+_VIT = ("--model-kwargs", "img_size=32", "depth=2", "embed_dim=32", "num_heads=2", "patch_size=8")
+
+OPEN_CLIP = Packaged("open_clip_train", module="open_clip_train.main")
+_OPEN_CLIP = (
+    "--model=local-dir:{data}/clip", "--dataset-type=synthetic", "--train-data=none", "--train-num-samples=24", "--batch-size=4",
+    "--epochs=2", "--workers=0", "--device=cpu", "--dist-backend=gloo", "--lr=1e-3", "--eps=1e-3", "--warmup=1",
+    "--name=tiny", "--log-every-n-steps=1", "--precision=fp32", "--save-most-recent",
+)  # fmt: skip
+
+PROGRAMS = [
+    Program(
+        "nanoGPT's train.py: rank 0 evaluates and saves; resumed",
+        NANOGPT,
+        (*_NANOGPT, "--compile=False", "--max_iters=12"),
+        TORCHRUN,
+        then=[(*_NANOGPT, "--compile=False", "--max_iters=17", "--init_from=resume")],
+        prepare=_tokens,
+        beside=["configurator.py"],
+        stand_ins=["cpu_as_cuda"],
+    ),
+    Program(
+        "timm's train.py: a transformer, averaged weights, checkpoints of rank 0",
+        TIMM,
+        (*_TIMM, "--model=vit_tiny_patch16_224", "--model-ema", "--clip-grad=1.0", "--opt-eps=1e-3", *_VIT),
+        TORCHRUN,
+        prepare=_classes,
+        stand_ins=["cpu_as_cuda"],
+    ),
+    Program(
+        "timm's train.py: a convolutional network, its statistics averaged over the ranks, accumulation",
+        TIMM,
+        (*_TIMM, "--model=test_resnet", "--dist-bn=reduce", "--grad-accum-steps=2", "--opt=sgd"),
+        TORCHRUN,
+        prepare=_classes,
+        stand_ins=["cpu_as_cuda"],
+    ),
+    Program(
+        "open_clip's training: features of all ranks in the loss, a clamped scale, checkpoints of rank 0",
+        OPEN_CLIP,
+        (*_OPEN_CLIP, "--gather-with-grad", "--local-loss", "--grad-clip-norm=1.0"),
+        TORCHRUN,
+        prepare=_clip,
+        stand_ins=["cpu_as_cuda"],
+        not_compared={"logs/tiny/out.log": "it has times"},
+    ),
+    Program(
+        "open_clip's training: static graph, gradient accumulation, checkpointed activations",
+        OPEN_CLIP,
+        (*_OPEN_CLIP, "--ddp-static-graph", "--accum-freq=2", "--grad-checkpointing"),
+        TORCHRUN,
+        prepare=_clip,
+        stand_ins=["cpu_as_cuda"],
+        not_compared={"logs/tiny/out.log": "it has times"},
+    ),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_program(program, outside):
+    outside.check(program)
