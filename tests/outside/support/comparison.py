@@ -130,7 +130,7 @@ def _compare_tensors(
     largest = float(apart.max())
     if limits != (0.0, 0.0) and not isinstance(expected, Pixels):
         report.largest = max(report.largest, largest if not math.isnan(largest) else math.inf)
-    allowed = limits[1] + limits[0] * one.abs()
+    allowed = limits[1] + limits[0] * one.abs().nan_to_num(0.0, 0.0)  # of NaN and infinity nothing but themselves
     wrong = ~(apart <= allowed)
     if bool(wrong.any()):
         at = int(wrong.flatten().to(torch.int8).argmax())
