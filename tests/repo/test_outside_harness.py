@@ -25,8 +25,11 @@ def write(folder: Path, weight: float = 1.0, loss: float = 0.5, date: str = "202
     (folder / "card.md").write_text(f"trained on {date} to {loss}\n")
 
 
+ROUNDING = Tolerance()
+
+
 def differences(
-    tmp_path: Path, tolerance: Tolerance = Tolerance(), left_out: tuple[str, ...] = (), **changed: object
+    tmp_path: Path, tolerance: Tolerance = ROUNDING, left_out: tuple[str, ...] = (), **changed: object
 ) -> str:
     write(tmp_path / "one")
     write(tmp_path / "other", date="2027-01-01_00-00-00", **changed)  # type: ignore[arg-type]
