@@ -69,7 +69,7 @@ def _files(folder: Path, left_out: Sequence[str]) -> dict[str, Path]:
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and not any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
+        if path.is_file() and path.suffix != ".pyc" and not any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
             found[without_dates(re.sub(r"(events\.out\.tfevents)[^/]*", r"\1", name))] = path
     return found
 
