@@ -10,10 +10,12 @@ Variables: OUTSIDE_RECORD, the folder for records, and OUTSIDE_STAND_INS, paths 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.machinery
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import traceback
@@ -128,6 +130,8 @@ def _start() -> None:
         return
     import random
 
+    if "RANK" in os.environ and multiprocessing.parent_process() is None:
+        atexit.register(_record, "end", "")  # the first to be registered is the last to be called
     # Not all programs set seeds, and these generators begin with random ones.
     random.seed(int(os.environ.get("RANK", "0")))
     _after("numpy", _seed_numpy)

@@ -65,8 +65,8 @@ def check(outcome: Outcome, folder: Path) -> None:
         _assert_refused(program.refused, ours)
         outcome.result, outcome.detail = "refused", program.refused
         return
-    if ours.failed:
-        raise AssertionError(_told("it fails", ours))
+    if ours.failed or ours.hung:
+        raise AssertionError(_told("it hangs at its end" if ours.hung else "it fails", ours))
     _assert_used(ours, "shard", "DDP")
     outcome.result = "differs"
     consolidate(ours.folder)
@@ -75,6 +75,7 @@ def check(outcome: Outcome, folder: Path) -> None:
     files = compare_files(plain.folder, ours.folder, program.tolerance, [*program.not_compared, *given])
     outcome.detail = (
         f"{losses.compared} losses, {losses.largest:.1e} apart; {files.compared} files, {files.largest:.1e} apart"
+        + (" (under DDP processes hung at their end)" if plain.hung else "")
     )
     assert losses.compared or not program.losses, "no losses were compared: the program has called no backward"
     assert not losses.differences, f"{program.name}: losses differ:\n{losses.text()}"

@@ -69,7 +69,7 @@ def _files(folder: Path, left_out: Sequence[str]) -> dict[str, Path]:
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and not any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
+        if path.is_file() and path.suffix != ".pyc" and not any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
             found[without_dates(re.sub(r"(events\.out\.tfevents)[^/]*", r"\1", name))] = path
     return found
 
@@ -130,7 +130,7 @@ def _compare_tensors(
     largest = float(apart.max())
     if limits != (0.0, 0.0) and not isinstance(expected, Pixels):
         report.largest = max(report.largest, largest if not math.isnan(largest) else math.inf)
-    allowed = limits[1] + limits[0] * one.abs()
+    allowed = limits[1] + limits[0] * one.abs().nan_to_num(0.0, 0.0)  # of NaN and infinity nothing but themselves
     wrong = ~(apart <= allowed)
     if bool(wrong.any()):
         at = int(wrong.flatten().to(torch.int8).argmax())

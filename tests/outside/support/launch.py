@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from .sources import ROOT
 __all__ = ["Run", "run"]
 
 _HERE = ROOT / "tests" / "outside"
+_END = 60.0  # seconds for a process from the last of its exit functions to its end
 # Of this process's environment: no launcher's or login's settings, and none of this package's.
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -32,6 +35,7 @@ class Run:
     Attributes:
         folder: its working directory.
         failed: False, or True if it ended with an error.
+        hung: True if all ranks had come to their end and did not end; they were killed then.
         output: what it wrote to both of its streams.
         losses: by rank, of every backward.
         models: by rank, how many models were wrapped by DDP and how many were sharded.
@@ -39,6 +43,7 @@ class Run:
 
     folder: Path
     failed: bool = False
+    hung: bool = False
     output: str = ""
     losses: dict[str, list[float]] = field(default_factory=dict)
     models: dict[str, Counter[str]] = field(default_factory=dict)
@@ -80,14 +85,26 @@ def run(program: Program, command: Sequence[str], arguments: Sequence[str], data
         "OUTSIDE_STAND_INS": os.pathsep.join(str(_HERE / "stand_ins" / f"{name}.py") for name in program.stand_ins),
         **{name: value.format(data=data) for name, value in program.environment.items()},
     }
-    for own in (program.arguments, *program.then):
+    for number, own in enumerate((program.arguments, *program.then), 1):
         filled = [part.replace("{data}", str(data)) for part in (*own, *arguments)]
         line = [sys.executable, *(part.replace("{ranks}", str(program.ranks)) for part in command), *filled]
-        found.failed, output = _finished(line, found.folder, environment, program.limit)
-        found.output += f"$ {' '.join(line)}\n{output}\n"
+        with (place / "output.txt").open("a") as output:
+            output.write(f"$ {' '.join(line)}\n")
+            output.flush()
+            with subprocess.Popen(
+                line,
+                cwd=found.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ) as process:
+                hung = not _ends(process, program.limit, lambda n=number: _ended(record) >= n * program.ranks)
+        found.hung |= hung
+        found.failed = process.returncode != 0 and not hung
         if found.failed:
             break
-    (place / "output.txt").write_text(found.output)
+    found.output = (place / "output.txt").read_text(errors="replace")
     for name in program.beside:
         (found.folder / name).unlink()
     for path in sorted(record.glob("rank*.jsonl")):
@@ -98,21 +115,31 @@ def run(program: Program, command: Sequence[str], arguments: Sequence[str], data
     return found
 
 
-def _finished(line: Sequence[str], folder: Path, environment: dict[str, str], limit: float) -> tuple[bool, str]:
-    """Run a command to its end; return whether it failed, and its output. After `limit` seconds all its processes are killed."""
-    with subprocess.Popen(
-        line, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit)
-            return process.returncode != 0, output
-        except subprocess.TimeoutExpired:
-            _kill(process.pid)
-            return True, process.communicate()[0] + f"\nkilled after {limit} seconds\n"
-        except BaseException:
-            _kill(process.pid)
-            raise
+def _ends(process: subprocess.Popen[bytes], limit: float, at_end: Callable[[], bool]) -> bool:
+    """Wait for a launcher; after `limit` seconds it is killed with all below it.
+
+    Returns:
+        False if it was killed because its processes hung for a minute after `at_end` was true.
+    """
+    deadline, last = time.monotonic() + limit, math.inf
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            if last == math.inf and at_end():
+                last = time.monotonic() + _END
+            if time.monotonic() > min(deadline, last):
+                _kill(process.pid)
+                process.wait()
+                return time.monotonic() <= last
+    except BaseException:
+        _kill(process.pid)
+        raise
+    return True
+
+
+def _ended(record: Path) -> int:
+    """Return how many rank processes have come to their end so far."""
+    return sum(path.read_text().count('["end"') for path in record.glob("rank*.jsonl"))
 
 
 def _kill(number: int) -> None:
