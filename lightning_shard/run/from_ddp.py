@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_shard import Precision
@@ -18,7 +19,13 @@ _ALWAYS = (
     "static_graph",
 )  # fmt: skip
 _BUCKETS = ("bucket_cap_mb", "bucket_cap_mb_list")
-_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_DTYPES = {
+    "fp16_compress_hook": torch.float16,
+    "fp16_compress_wrapper": torch.float16,
+    "bf16_compress_hook": torch.bfloat16,
+    "bf16_compress_wrapper": torch.bfloat16,
+}
 _OWN = {
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision",
     "process_group_backend", "timeout", "start_method", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper",
@@ -47,7 +54,9 @@ def from_ddp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
         found.config["sync_module_states"] = bool(arguments.take("init_sync"))
     mixed = arguments.take("mixed_precision")
     if mixed is not None:
-        found.config["precision"] = Precision(mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype)
+        found.config["precision"] = Precision(
+            mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype, cast_inputs="root"
+        )
     for name in ("process_group", "device_mesh"):
         if arguments.take(name) is not None:
             raise arguments.refused(name, 'all ranks train together. "hybrid_shard" with a shard_size has replicas.')
@@ -58,21 +67,20 @@ def from_ddp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
 def _hooks(arguments: Arguments, found: Translation) -> None:
     if arguments.take("model_averaging_period") is not None:
         raise arguments.refused("model_averaging_period", "gradients are averaged in every step. Leave it out.")
-    hook = arguments.take("ddp_comm_hook")
-    name = getattr(hook, "__name__", type(hook).__name__)
-    if hook is not None and not str(getattr(hook, "__module__", "")).startswith(_HOOKS):
-        raise arguments.refused(
-            "ddp_comm_hook",
-            f"{name} may change gradients, and hooks of DistributedDataParallel are not called. Register a hook of FSDP's form "
-            "with trainer.strategy.engine.register_comm_hook in on_fit_start.",
-        )
-    if name == "post_localSGD_hook":
-        raise arguments.refused("ddp_comm_hook", "gradients are averaged in every step. Leave it out.")
-    if hook is not None and name != "allreduce_hook":
-        found.unused.append(f"ddp_comm_hook={name} (gradients are sent as they are)")
-    wrapper = arguments.take("ddp_comm_wrapper")
-    if wrapper is not None:
-        found.unused.append(
-            f"ddp_comm_wrapper={getattr(wrapper, '__name__', wrapper)} (gradients are sent as they are)"
-        )
+    dtypes = set()
+    for argument in ("ddp_comm_hook", "ddp_comm_wrapper"):
+        hook = arguments.take(argument)
+        if hook is None:
+            continue
+        name = getattr(hook, "__name__", type(hook).__name__)
+        if getattr(hook, "__module__", None) != _HOOKS or name not in ("allreduce_hook", *_DTYPES):
+            raise arguments.refused(
+                argument,
+                f"{name} is made for DDP's buckets. fp16_compress_hook and bf16_compress_hook are done here; register another "
+                "one, with the signature of FSDP's hooks, by trainer.strategy.engine.register_comm_hook in on_fit_start.",
+            )
+        dtypes |= {_DTYPES[name]} if name in _DTYPES else set()
+    if len(dtypes) > 1:
+        raise arguments.refused("ddp_comm_wrapper", "gradients are compressed once. Leave one of the two hooks out.")
+    found.compress = dtypes.pop() if dtypes else None
     arguments.drop("ddp_comm_state")

@@ -13,9 +13,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from torch_shard import ShardConfig
+from torch_shard.frontend import compress_gradients
 
 from .._private import MixinBase
 from ._private import keep_ddp_kwargs, set_device_mesh
@@ -28,6 +30,7 @@ __all__ = ["FabricStandInMixin", "StandIn", "TrainerStandInMixin"]
 class StandIn(MixinBase):  # type: ignore[misc]
     """The part that is the same for the Trainer and for Fabric."""
 
+    _compress: torch.dtype | None = None
     _parallelize: Any = None
     _device_mesh: Any = None
     _has_mesh: bool = False
@@ -36,7 +39,8 @@ class StandIn(MixinBase):  # type: ignore[misc]
     def take_over(self, translation: Translation) -> None:
         """Keep what programs ask for beside the settings. Not collective."""
         keep_ddp_kwargs(self, translation.ddp_kwargs)
-        self._parallelize, self._has_mesh = translation.parallelize, translation.has_mesh
+        self._compress, self._parallelize = translation.compress, translation.parallelize
+        self._has_mesh = translation.has_mesh
 
     @property
     def device_mesh(self) -> Any:
@@ -84,6 +88,13 @@ class TrainerStandInMixin(StandIn):
             self._noted = Noted()
             with noting(self._noted):
                 yield
+
+    def _shard(self, config: ShardConfig, fitting: bool) -> None:
+        super()._shard(config, fitting)
+        if (
+            self._compress is not None and self.root_device.type == "cuda"
+        ):  # the only ones on which Lightning calls DDP's hooks
+            compress_gradients(self.engine, self._compress)
 
 
 class FabricStandInMixin(StandIn):

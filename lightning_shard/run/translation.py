@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from torch_shard.errors import ConfigError
 
 __all__ = ["Arguments", "Translation", "defaults_of", "overlaid"]
@@ -26,6 +28,7 @@ class Translation:
         unused: what has no effect here, as texts for one warning.
         ddp_kwargs: the arguments for DistributedDataParallel, of a DDPStrategy.
         precisions: names of precisions that become other ones.
+        compress: the dtype to which gradients are compressed on their way, on GPUs.
         parallelize: Fabric's ``parallelize_fn``, of a ModelParallelStrategy.
         has_mesh: whether modules are given a device mesh, as by a ModelParallelStrategy.
     """
@@ -35,6 +38,7 @@ class Translation:
     unused: list[str] = field(default_factory=list)
     ddp_kwargs: dict[str, Any] = field(default_factory=dict)
     precisions: dict[str, str] = field(default_factory=dict)
+    compress: torch.dtype | None = None
     parallelize: Any = None
     has_mesh: bool = False
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
@@ -110,10 +111,12 @@ def test_buffers_and_first_values_are_sent_as_ddp_is_asked_to():
     }
 
 
-def test_hooks_that_compress_are_named_and_others_are_refused():
-    assert "fp16_compress_hook" in ddp(ddp_comm_hook=default_hooks.fp16_compress_hook).unused[0]
-    assert ddp(ddp_comm_hook=default_hooks.allreduce_hook).unused == []
-    for hook in (lambda state, bucket: None, post_localSGD_hook):
+def test_hooks_that_compress_are_taken_over_and_others_are_refused():
+    assert ddp(ddp_comm_hook=default_hooks.fp16_compress_hook).compress is torch.float16
+    wrapped = {"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": default_hooks.bf16_compress_wrapper}
+    assert ddp(**wrapped).compress is torch.bfloat16
+    assert ddp(ddp_comm_hook=default_hooks.allreduce_hook).compress is None
+    for hook in (lambda state, bucket: None, post_localSGD_hook, powerSGD_hook):
         with pytest.raises(ConfigError, match="ddp_comm_hook"):
             ddp(ddp_comm_hook=hook)
     with pytest.raises(ConfigError, match="model_averaging_period"):
