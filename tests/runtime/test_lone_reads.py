@@ -224,6 +224,38 @@ def test_a_read_after_the_others_have_stepped_is_an_error_that_names_both_lines(
 
 
 @ranks(2)
+def test_a_read_that_is_refused_leaves_the_buffers_of_the_next_step_to_all_ranks(rank: int) -> None:
+    sharded, engine, plain = made()
+    for model in (sharded, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.train()
+        model(TOKENS).square().mean().backward()
+        if rank == 0 and model is sharded:
+            dist.barrier()
+            with pytest.raises(DivergenceError, match="rank 1 has already made the next one"):
+                values(sharded)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1 and model is sharded:
+            dist.barrier()
+        train(model, optimizer)
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
+
+
+@ranks(2)
+def test_a_second_read_does_not_wait_for_a_partner_in_a_barrier_if_it_records_gradients(rank: int) -> None:
+    sharded, engine, plain = made(alone_after=0.1)
+    if rank == 0:
+        same(values(sharded), values(plain))  # leaves a comparison that rank 1 has still to come to
+        same(sharded.embed.weight.norm(), plain.embed.weight.norm())
+        same(sharded.scale.norm(), plain.scale.norm())
+    dist.barrier()
+    for model in (sharded, plain):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
+
+
+@ranks(2)
 def test_a_read_waits_for_partners_that_are_behind(rank: int) -> None:
     sharded, _, plain = made()
     for model in (sharded, plain):

@@ -46,6 +46,7 @@ class Forwards:
         self.depth = 0  # running forwards of trigger modules, without those inside gathered()
         self._entered: list[_Entered] = []
         self._roots: list[FrameType | None] = []  # the Python frames of the root module's running forwards
+        self._refused = False  # the ranks have not begun the root module's forward that ends next, because of an error
 
     @property
     def running(self) -> bool:
@@ -145,7 +146,11 @@ class Forwards:
                 runtime.schedule.reshard_unused()
             else:
                 runtime.reshards_first = True  # if all ranks evaluate; a read alone leaves no trace
-            runtime.synchronise_buffers(root)
+            try:
+                runtime.synchronise_buffers(root)
+            except BaseException:
+                self._refused = True
+                raise
 
     def finish(self) -> None:
         """End the innermost forward of the root module."""
@@ -156,7 +161,8 @@ class Forwards:
     def _finished(self) -> None:
         """Do what the end of a forward of the root module entails, the innermost or another one."""
         runtime = self.runtime
-        if runtime.buffers is not None and not runtime.solo and not runtime.lone.running:
+        refused, self._refused = self._refused, False
+        if runtime.buffers is not None and not (runtime.solo or runtime.lone.running or refused):
             runtime.buffers.due = torch.is_grad_enabled() and runtime.require_sync
         if self.depth == 0 and graph_task() == -1:
             alone = runtime.lone.running
