@@ -20,7 +20,7 @@ WHEEL_VENV := .venv-wheel
 WHEEL_DIR := build/wheel
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: help setup test test-all test-wheel mutants lint format demo bench docs clean
+.PHONY: help setup test test-all test-wheel mutants lint format demo bench compare docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all   the same, with the exhaustive sets of the tests"
 	@echo "make lint       ruff and mypy            make format   apply ruff's formatting"
 	@echo "make bench      the short benchmarks     make docs     write docs/reference"
+	@echo "make compare    peculiar scripts under DDP, FSDP1, FSDP2, ZeRO-3 and this engine (docs/compared.md)"
 	@echo "make mutants    what the tests fail to notice: mutated engines (hours; goes on where it stopped)"
 	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS (see the top of the Makefile)"
 
@@ -90,6 +91,10 @@ bench: $(STAMP)
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short
 	$(RUN) bench/offload.py --smoke
+
+# One row, with the reasons: make compare ARGS="--only encode --reasons"
+compare: $(STAMP)
+	$(RUN) bench/compare.py $(ARGS)
 
 docs: $(STAMP)
 	$(RUN) docs/make_reference.py

@@ -13,7 +13,7 @@ import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_alike, train_as_ddp, train_both
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
-from tests.support.models import BorrowsWeight, Contained, Recurrent, ResNet
+from tests.support.models import Contained, Recurrent, ResNet
 from tests.support.ranks import ranks
 from torch_shard.unit.unit import State
 from torch_shard.versions import at_least
@@ -148,6 +148,21 @@ def test_orthogonal_parametrization(rank, world_size):
         return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)), nn.Linear(5, 3))
 
     train_both(build, rank, world_size)
+
+
+class BorrowsWeight(nn.Module):
+    """Computes with the weight of a module that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 7)
+        self.mid = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x):
+        h = self.mid(torch.tanh(self.body(x)))
+        y = F.linear(h, self.head.weight, self.head.bias)
+        return y + F.linear(h, self.head.weight.detach()) + h.sum() * self.body.weight.mean() + h @ self.head.weight.t()
 
 
 @ranks(2, exhaustive=(3,))

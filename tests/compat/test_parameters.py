@@ -23,7 +23,7 @@ from tests.compat.harness import (
 )
 from tests.compat.modes import tolerance
 from tests.support.marks import exhaustive, seldom
-from tests.support.models import Codebook, MixedTypes, Tiny
+from tests.support.models import Codebook, MixedTypes
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 
@@ -135,6 +135,29 @@ def test_the_full_state_dict_has_the_plain_names_and_values_on_the_cpu(rank, wor
     else:
         assert not state
     pair.check()
+
+
+class Tiny(nn.Module):
+    """0-dim and zero-element parameters, alone in a unit and among others."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(5, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.alone = Alone()
+
+    def forward(self, x):
+        return torch.cat([self.alone(self.lin(x)) * self.scale, self.empty])
+
+
+class Alone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return x + self.shift
 
 
 @ranks(3, exhaustive=(1, 2, 4))

@@ -117,21 +117,6 @@ class FrozenFirst(nn.Module):
         return self.free(torch.tanh(self.frozen(x)))
 
 
-class BorrowsWeight(nn.Module):
-    """Computes with the weight of a module that it does not call."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(5, 7)
-        self.mid = nn.Linear(7, 7)
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x):
-        h = self.mid(torch.tanh(self.body(x)))
-        y = F.linear(h, self.head.weight, self.head.bias)
-        return y + F.linear(h, self.head.weight.detach()) + h.sum() * self.body.weight.mean() + h @ self.head.weight.t()
-
-
 class MAML(nn.Module):
     """Adapts fast weights by an inner step inside its own forward."""
 
@@ -185,35 +170,12 @@ class MixedTypes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a = nn.Linear(5, 7).double()
-        self.b = nn.Linear(7, 3)
+        self.a = nn.Linear(5, 7, dtype=torch.float64)
+        self.b = nn.Linear(7, 3, dtype=torch.float32)
         self.scale = nn.Parameter(torch.tensor([1.5, 0.5, 2.0], dtype=torch.float64))
 
     def forward(self, x):
         return self.b(torch.tanh(self.a(x)).float()).double() * self.scale
-
-
-class Tiny(nn.Module):
-    """0-dim and zero-element parameters, alone in a unit and among others."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(5, 4)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.alone = Alone()
-
-    def forward(self, x):
-        return torch.cat([self.alone(self.lin(x)) * self.scale, self.empty])
-
-
-class Alone(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x):
-        return x + self.shift
 
 
 class Recurrent(nn.Module):
@@ -223,7 +185,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(12, 3)
 
     def forward(self, x):
-        out, state = self.rnn(x.reshape(2, 2, 5))
+        out, state = self.rnn(x.reshape(-1, 2, 5))
         return self.head(out), state
 
 
