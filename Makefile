@@ -23,7 +23,7 @@ WHEEL_VENV := .venv-wheel
 WHEEL_DIR := build/wheel
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: help setup test test-all test-wheel outside mutants lint format demo bench docs clean
+.PHONY: help setup test test-all test-wheel outside mutants lint format demo bench compare docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make lint       ruff and mypy            make format   apply ruff's formatting"
 	@echo "make bench      the short benchmarks     make docs     write docs/reference"
 	@echo "make outside    other people's programs, unedited, under DDP and sharded; ends with a table"
+	@echo "make compare    peculiar scripts under DDP, FSDP1, FSDP2, ZeRO-3 and this engine (docs/compared.md)"
 	@echo "make mutants    what the tests fail to notice: mutated engines (hours; goes on where it stopped)"
 	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS, OUTSIDE, OUTSIDE_SOURCES (see the top of the Makefile)"
 
@@ -104,6 +105,10 @@ bench: $(STAMP)
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short
 	$(RUN) bench/offload.py --smoke
+
+# One row, with the reasons: make compare ARGS="--only encode --reasons"
+compare: $(STAMP)
+	$(RUN) bench/compare.py $(ARGS)
 
 docs: $(STAMP)
 	$(RUN) docs/make_reference.py

@@ -22,56 +22,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.compat.modes import COMPUTED, STORED, as_computed, mixed, sums_in_low_precision, tolerance
+from tests.support.models import MLP as MLP
+from tests.support.models import Block as Block
+from tests.support.models import Checkpointed as Checkpointed
+from tests.support.models import loss_of as loss_of
 from torch_shard.shard_tensor.spec import shard_of_full
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 RTOL, ATOL = 1e-9, 1e-10
-
-
-class MLP(nn.Module):
-    """Blocks with residual connections, sizes that no number of ranks divides."""
-
-    def __init__(self, width: int = 7, blocks: int = 3) -> None:
-        super().__init__()
-        self.inp = nn.Linear(5, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Checkpointed(MLP):
-    """Recomputes its blocks in backward, so many at a time."""
-
-    def __init__(self, reentrant: bool = False, span: int = 1, blocks: int = 3) -> None:
-        super().__init__(blocks=blocks)
-        self.reentrant, self.span = reentrant, span
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for first in range(0, len(self.blocks), self.span):
-            run = self.blocks[first] if self.span == 1 else nn.Sequential(*self.blocks[first : first + self.span])
-            x = checkpoint(run, x, use_reentrant=self.reentrant)
-        return self.head(x)
 
 
 def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
@@ -172,27 +133,6 @@ def same_grads(model: nn.Module, plain: nn.Module) -> None:
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """A scalar of every tensor in an output, each of them with a weight of its own."""
-    total: Any = 0.0
-    for i, tensor in enumerate(_tensors(output)):
-        total = total + (i + 1) * (tensor.pow(2).mean() + tensor.sin().mean())
-    return total
-
-
-def _tensors(output: Any) -> Iterable[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors(value)
-    elif hasattr(output, "__dict__"):
-        yield from _tensors(vars(output))
 
 
 def plain_backward(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -10,34 +10,12 @@ import torch
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, train_both
 from tests.support.marks import seldom
+from tests.support.optimizers import SAM, Decayed
 from tests.support.ranks import ranks
 
 
 class Oops(Exception):
     pass
-
-
-class SAM(torch.optim.SGD):
-    """Sharpness-aware minimisation as it is usually written: two closures, and state by parameter."""
-
-    def step(self, closure):
-        closure = torch.enable_grad()(closure)
-        closure()
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    climb = p.grad * (0.05 / (norm + 1e-12))
-                    p.add_(climb)
-                    self.state[p]["climb"] = climb
-        self.zero_grad()
-        loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(self.state[p]["climb"])
-        super().step()
-        return loss
 
 
 @ranks(2, exhaustive=(3,))
@@ -59,19 +37,6 @@ def test_sam_with_its_two_closures(rank, world_size):
 
         same(pair.optimizer.step(ours), pair.plain_optimizer.step(theirs), "loss")
     pair.check()
-
-
-class Decayed(torch.optim.Adam):
-    """A subclass that works on the parameters itself and then leaves the rest to its base."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.mul_(0.99)
-                    p.grad.clamp_(-0.1, 0.1)
-        return super().step(closure)
 
 
 @ranks(2)

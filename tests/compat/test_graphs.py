@@ -24,6 +24,7 @@ from tests.compat.harness import (
     train_both,
 )
 from tests.support.marks import exhaustive, quick, seldom
+from tests.support.models import MAML, InnerBackward
 from tests.support.ranks import ranks
 
 
@@ -345,21 +346,6 @@ def test_functional_call_with_some_values_trains_the_rest_like_plain(rank, world
     train_both(MLP, rank, world_size, run=run)
 
 
-class MAML(nn.Module):
-    """Adapts fast weights by an inner step inside its own forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.features, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
-
-    def forward(self, x):
-        h = torch.tanh(self.features(x))
-        loss = self.head(h).pow(2).mean()
-        fast = torch.autograd.grad(loss, [self.head.weight, self.head.bias], create_graph=True)
-        w, b = self.head.weight - 0.1 * fast[0], self.head.bias - 0.1 * fast[1]
-        return nn.functional.linear(torch.tanh(self.features(x + 1)), w, b)
-
-
 @ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("unit_bytes", [100, *exhaustive(1 << 20)])
 def test_maml_with_a_gradient_inside_forward_trains_like_plain(rank, world_size, unit_bytes):
@@ -384,20 +370,6 @@ class Energy(nn.Module):
 @ranks(2, exhaustive=(3,))
 def test_a_model_that_differentiates_inside_its_forward_trains_like_plain(rank, world_size):
     train_both(Energy, rank, world_size, unit_bytes=100)
-
-
-class InnerBackward(nn.Module):
-    """Runs a whole backward of its own inside forward, and keeps the input's gradient only."""
-
-    def __init__(self):
-        super().__init__()
-        self.probe, self.lin = nn.Linear(5, 4), nn.Linear(5, 3)
-
-    def forward(self, x):
-        with torch.enable_grad():
-            y = x.detach().clone().requires_grad_()
-            self.probe(y).pow(2).sum().backward()
-        return self.lin(x + 0.1 * y.grad)
 
 
 @ranks(2)

@@ -13,20 +13,10 @@ import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_alike, train_as_ddp, train_both
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
+from tests.support.models import Contained, Recurrent, ResNet
 from tests.support.ranks import ranks
 from torch_shard.unit.unit import State
 from torch_shard.versions import at_least
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, layers=2):
-        super().__init__()
-        self.rnn = kind(5, 6, num_layers=layers, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x):
-        out, state = self.rnn(x.reshape(2, 2, 5))
-        return self.head(out), state
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, *seldom(nn.GRU), *exhaustive(nn.RNN)])
@@ -309,31 +299,6 @@ def test_transposed_and_expanded_strides(rank, world_size):
 # -- batch norm ---------------------------------------------------------------------------------------------------------
 
 
-class Residual(nn.Module):
-    def __init__(self, inside, out, stride=1):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inside, out, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out)
-        self.down = nn.Sequential(nn.Conv2d(inside, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x):
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(y + self.down(x))
-
-
-class ResNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
-        self.layers = nn.Sequential(Residual(4, 4), Residual(4, 6, 2))
-        self.fc = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.fc(self.layers(self.stem(x)).mean((2, 3)))
-
-
 @pytest.mark.parametrize("broadcast_buffers", [True, *seldom(False)])
 @ranks(2)
 def test_a_resnet_has_gradients_and_buffers_as_under_ddp(rank, world_size, broadcast_buffers):
@@ -386,28 +351,6 @@ def test_sync_batch_norm_in_evaluation(rank, world_size):
 
 
 # -- containers ---------------------------------------------------------------------------------------------------------
-
-
-class Contained(nn.Module):
-    """Parameters in lists and dicts, containers that have no forward, modules that have no parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.identity, self.drop, self.act = nn.Identity(), nn.Dropout(0.0), nn.GELU()
-        self.parts = nn.ModuleDict({"a": nn.Linear(5, 5), "b": nn.ModuleList([nn.Linear(5, 5), nn.Identity()])})
-        self.rows = nn.ParameterList([nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(1, 5))])
-        self.named = nn.ParameterDict({"x": nn.Parameter(torch.randn(5)), "y": nn.Parameter(torch.tensor(2.0))})
-        self.empty = nn.ModuleList()
-        self.holder = nn.Module()
-        self.holder.scale = nn.Parameter(torch.randn(5))
-        self.register_parameter("none", None)
-
-    def forward(self, x):
-        x = self.identity(x) * self.holder.scale
-        x = self.drop(self.act(self.parts["a"](x)))
-        for layer in self.parts["b"]:
-            x = layer(x)
-        return x * self.rows[0] + self.rows[1] * self.named["x"] + self.named["y"]
 
 
 @pytest.mark.parametrize("unit_bytes", [50, *seldom(100000)])

@@ -23,6 +23,7 @@ from tests.compat.harness import (
 )
 from tests.compat.modes import tolerance
 from tests.support.marks import exhaustive, seldom
+from tests.support.models import Codebook, MixedTypes
 from tests.support.ranks import ranks
 from torch_shard.shard_tensor.tensor import ShardTensor
 
@@ -37,19 +38,6 @@ def test_torch_clip_grad_norm_gives_the_plain_norm_and_gradients(rank, world_siz
         same_grads(pair.model, pair.plain)
         pair.update()
     pair.check()
-
-
-class MixedTypes(nn.Module):
-    """Parameters of two dtypes in one unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(5, 7).double()
-        self.b = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.tensor([1.5, 0.5, 2.0], dtype=torch.float64))
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)).float()).double() * self.scale
 
 
 @ranks(2, exhaustive=(3,))
@@ -231,25 +219,6 @@ def test_a_proximal_term_towards_earlier_weights_trains_like_plain(rank, world_s
         (loss_of(model(x)) + 0.1 * distance).backward()
 
     pair.train(*range(3), run=run)
-
-
-class Codebook(nn.Module):
-    """A vector quantizer whose codes follow the data: an update of a frozen parameter inside forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(5, 4)
-        self.codes = nn.Parameter(torch.randn(6, 4), requires_grad=False)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = self.lin(x)
-        index = torch.cdist(h.detach(), self.codes).argmin(1)
-        q = self.codes[index]
-        if self.training:
-            with torch.no_grad():
-                self.codes.data.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        return self.out(h + (q - h).detach())
 
 
 @ranks(2, exhaustive=(3,))

@@ -25,6 +25,7 @@ from tests.compat.harness import (
 )
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
+from tests.support.models import FrozenFirst, LoRA, Structured, Uneven, WithEncode
 from tests.support.ranks import ranks
 
 
@@ -34,38 +35,12 @@ def test_a_plain_step_trains_like_the_plain_model(rank, world_size, strategy):
     train_both(MLP, rank, world_size, strategy=strategy)
 
 
-class Structured(nn.Module):
-    """Keyword arguments, a dict that holds a list and a tuple as output."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(5, 7, bias=False), nn.Linear(7, 3)
-
-    def forward(self, *, x, scale=1.0, extra=None):
-        h, g = self.a(x), self.b(x) * scale
-        return {"sum": self.c(h + g), "parts": [h, (g, {"extra": extra, "n": 3})]}
-
-
 @ranks(2, exhaustive=(3,))
 def test_keyword_arguments_and_nested_dict_outputs_train_like_plain(rank, world_size):
     def run(model, x):
         return plain_backward(model, x=x, scale=0.5, extra=None)
 
     train_both(Structured, rank, world_size, run=run, unit_bytes=100)
-
-
-class Uneven(nn.Module):
-    """Shapes that no number of ranks divides, some smaller than the number of ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.one = nn.Parameter(torch.randn(1))
-        self.row = nn.Parameter(torch.randn(1, 5))
-        self.cube = nn.Parameter(torch.randn(3, 5, 1))
-        self.lin = nn.Linear(5, 13)
-
-    def forward(self, x):
-        return self.lin(x * self.row) * self.one + (x @ self.cube.sum(-1).t()).sum(-1, keepdim=True)
 
 
 @ranks(3, exhaustive=(2, 4))
@@ -134,22 +109,6 @@ def test_accumulation_through_the_attribute_that_ddp_has_trains_like_plain(rank,
         pair.engine.require_backward_grad_sync = True
         pair.step(plain_backward, batch(rank, 10 * step + 1))
     pair.check()
-
-
-class WithEncode(nn.Module):
-    """Forwards of submodules and other methods, past the model's own forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.enc = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4))
-        self.dec = nn.Linear(4, 5)
-        self.scale = nn.Parameter(torch.ones(4) * 1.5)
-
-    def encode(self, x):
-        return self.enc(x) * self.scale
-
-    def forward(self, x):
-        return self.dec(self.encode(x))
 
 
 @ranks(3, exhaustive=(2, 4))
@@ -356,18 +315,6 @@ def test_an_object_as_output_trains_like_plain(rank, world_size, kind):
     train_both(lambda: Nest(kind), rank, world_size, unit_bytes=100)
 
 
-class LoRA(nn.Module):
-    def __init__(self, width, rank=2):
-        super().__init__()
-        self.base = nn.Linear(width, width)
-        self.base.requires_grad_(False)
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
-
-    def forward(self, x):
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
 def _lora():
     return nn.Sequential(LoRA(5), LoRA(5), LoRA(5))
 
@@ -376,16 +323,6 @@ def _lora():
 @pytest.mark.parametrize("unit_bytes", [100, *seldom(1 << 20), *exhaustive(300)])
 def test_lora_trains_like_plain(rank, world_size, unit_bytes):
     train_both(_lora, rank, world_size, unit_bytes=unit_bytes)
-
-
-class FrozenFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.frozen, self.free = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        return self.free(torch.tanh(self.frozen(x)))
 
 
 def _frozen_first():
