@@ -17,8 +17,8 @@ BELOW = {
     "monitor": {"_private"},
     "run": {"_private", "registration", "strategy", "fabric", "for_lightning", "for_pytorch_lightning"},
 }
-"""What each room may import beside itself. The modules for one namespace of Lightning lie flat, or in fabric, above all rooms but run,
-which derives from their strategies."""
+"""What each room may import beside itself. The modules for one namespace of Lightning lie flat, or in fabric, above all rooms
+but run, which derives from their strategies."""
 PRIVATE = {"_abandon", "_model", "_runtime", "_shard_state", "_spec", "_unit", "_unit_ref", "_watch"}
 
 
