@@ -158,6 +158,7 @@ class StepWatch:
     def loaded(self, optimizer: Any) -> None:
         """Drop what was kept of the state: the optimizer's ``load_state_dict`` has replaced it."""
         for held in runtimes_of(optimizer):
+            held.optimizer_states.add(optimizer)
             held.versions.end_change()
         runtime, backend = self._runtime(), self._backends.get(optimizer)
         if runtime is None or backend is None:
