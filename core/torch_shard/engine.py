@@ -55,9 +55,6 @@ class Engine:
         self.plan = plan
         self.config = config
         registry.note_runtime(runtime, self)
-        if runtime.service is not None:
-            # Another rank may still read the model when this one has left the function that held it.
-            weakref.finalize(model, runtime.service.drop, runtime.key).atexit = False
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
 

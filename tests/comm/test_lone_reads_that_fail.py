@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import io
 import os
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -105,50 +102,6 @@ def destroyed(rank: int, world_size: int) -> float:
 def test_a_rank_reads_after_all_have_destroyed_the_process_group() -> None:
     first, *others = run(3, destroyed, fresh=True, timeout=40)
     assert all(value == first for value in others)
-
-
-def left_behind(rank: int, world_size: int) -> tuple[float, float]:
-    """Train in a function, and read behind it: as a script's main() ends on all ranks but one."""
-
-    def main() -> tuple[nn.Module, torch.optim.Optimizer, float]:
-        model, _ = made()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step(model)
-        optimizer.step()
-        return model, optimizer, read(model).sum().item()
-
-    kept = main() if rank == 0 else (None, None, main()[2])
-    gc.collect()
-    if rank > 0:
-        time.sleep(4)
-        return kept[2], 0.0
-    model, optimizer, _ = kept
-    time.sleep(1)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    saved = torch.load(io.BytesIO(file.getvalue()))["state"]
-    return read(model).sum().item(), sum(state["momentum_buffer"].sum().item() for state in saved.values())
-
-
-def test_a_rank_reads_model_and_optimizer_that_the_others_have_dropped() -> None:
-    (first, momentum), *others = run(3, left_behind, fresh=True, timeout=40)
-    assert momentum != 0 and all(value == first for value, _ in others)
-
-
-def dropped(rank: int, world_size: int) -> bool:
-    model, engine = made()
-    shard = weakref.ref(engine.units[0].flats[0])
-    step(model)
-    del engine, model
-    gc.collect()
-    kept = shard() is not None
-    other, _ = made()  # for which all ranks meet
-    gc.collect()
-    return kept and shard() is None and other is not None
-
-
-def test_a_dropped_model_takes_memory_only_until_the_ranks_meet() -> None:
-    assert run(2, dropped, timeout=40) == [True, True]
 
 
 LEAVES = """

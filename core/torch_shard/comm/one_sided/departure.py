@@ -45,7 +45,8 @@ def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners]
     service, partners = service_ref(), partners_ref()
     if service is None or partners is None or sys.exc_info()[0] is not None or hasattr(sys, "last_value"):
         return
-    if not service.leave():
+    models = service.leave()  # which are kept alive as long as this function runs
+    if not models:
         return
     deadline, told = time.monotonic() + seconds, False
     begin = time.monotonic()
@@ -80,3 +81,4 @@ def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners]
             partners.tell(rank, ask="farewell", sender=0)
         except MissingRankError:
             continue
+    del models

@@ -55,8 +55,7 @@ class Service:
         self.issued = self.promised = self.joined = 0
         self.served = 0.0
         self._left = threading.Event()  # the rank's script has ended, or it has left the group
-        self._sources: dict[str, ShardSource] = {}
-        self._dropped: list[str] = []  # the keys of models that this rank has dropped since the ranks last met
+        self._sources: dict[str, weakref.ref[ShardSource]] = {}
         self._offered = threading.Condition()
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
@@ -68,30 +67,31 @@ class Service:
         weakref.finalize(self, _close, self._server).atexit = False
 
     def offer(self, key: str, source: ShardSource) -> None:
-        """Serve the shards of a model, which all ranks know under `key`, and keep them."""
+        """Serve the shards of a model, which all ranks know under `key`. The model is not kept alive."""
         with self._offered:
-            self._sources[key] = source
+            self._sources[key] = weakref.ref(source)
             self._offered.notify_all()
-
-    def drop(self, key: str) -> None:
-        """Note that this rank has dropped a model. Its shards are kept until the ranks meet: another may still read them."""
-        self._dropped.append(key)
 
     def withdraw(self, key: str) -> None:
         """Serve the shards of a model no more."""
         self._sources.pop(key, None)
 
     def met(self) -> None:
-        """Note that all ranks have come to a collective: they have dropped what this rank has dropped before it."""
-        while self._dropped:
-            self.withdraw(self._dropped.pop())
-        for source in self._sources.values():
+        """Note that all ranks have come to a collective."""
+        for source in self._living():
             source.met()
 
-    def leave(self) -> bool:
-        """Note that the rank's script does not come to another collective; return True if models are served."""
+    def leave(self) -> list[ShardSource]:
+        """Note that the rank's script does not come to another collective; return the models that are served."""
         self._left.set()
-        return bool(self._sources)
+        return self._living()
+
+    def _living(self) -> list[ShardSource]:
+        return [source for ref in list(self._sources.values()) if (source := ref()) is not None]
+
+    def _source(self, key: str) -> ShardSource | None:
+        found = self._sources.get(key)
+        return None if found is None else found()
 
     # -- what a partner may ask ---------------------------------------------------------------------------------
     def converse(self, link: socket.socket) -> None:
@@ -119,7 +119,7 @@ class Service:
         elif kind == "admit":
             with self._offered:  # this rank may still be in the shard() from which the partner has returned
                 self._offered.wait_for(lambda: request["model"] in self._sources, request["seconds"])
-            source = self._sources.get(request["model"])
+            source = self._source(request["model"])
             if source is None:
                 wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
                 return
@@ -135,7 +135,7 @@ class Service:
             self._send_shard(link, request, admitted)
             self.served = time.monotonic()
         elif kind == "dismiss":
-            leaving = self._sources.get(request["model"])
+            leaving = self._source(request["model"])
             self._dismiss(link, [source for source in admitted if source is leaving])
             admitted[:] = [source for source in admitted if source is not leaving]
         elif kind == "presence":
@@ -146,7 +146,7 @@ class Service:
                 self._farewell.notify_all()
 
     def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
-        source = self._sources.get(request["model"])
+        source = self._source(request["model"])
         try:
             if source is None or not any(source is each for each in admitted):
                 raise ShardError("the model is gone there, or may change meanwhile.")
