@@ -27,7 +27,7 @@ def a_method(job: Job) -> None:
 
 
 @case(
-    "forwards of submodules, `model.blocks[1](model.inp(x))`",
+    "forwards of submodules one after the other, `h = model.inp(x)`",
     test="test_the_forward_of_a_submodule_trains_like_plain",
     note="`model.module.blocks` for DDP and ZeRO-3.",
 )
