@@ -28,9 +28,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from compare.case import CASES, Case
+from compare.case import CASES, Case, load_cases
 from compare.engines import ENGINES
-from compare.ranks import Outcome, Ranks, load_cases
+from compare.ranks import Outcome, Ranks
 from compare.report import Row, notes, reasons, table, versions, write
 from compare.verdict import Verdict, judge
 
@@ -41,8 +41,7 @@ IN_README = ("a_method", "optimizer_before", "gradient_penalty", "torchs_clippin
 
 def run_under(engine: str, names: Sequence[str], dtype: torch.dtype, args: argparse.Namespace) -> dict[str, Outcome]:
     """Run cases under one engine, or plainly, in a process that has run nothing else; return what became of each."""
-    load_cases(args.cases)
-    ranks = Ranks(engine, 1 if engine == "plain" else RANKS, dtype, args.cases)
+    ranks = Ranks(engine, 1 if engine == "plain" else RANKS, dtype)
     outcomes = {}
     try:
         for case in CASES:

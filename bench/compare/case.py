@@ -16,6 +16,9 @@ has prepared, as they are in the end, and what it has noted with ``job.see``.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +30,7 @@ from tests.support.models import Block, loss_of
 
 from .engines import Engine, Options
 
-__all__ = ["CASES", "ROWS", "Case", "Job", "case", "sgd"]
+__all__ = ["CASES", "ROWS", "Case", "Job", "case", "load_cases", "sgd"]
 
 ROWS = 8
 """Rows of a batch, of all ranks together."""
@@ -76,6 +79,18 @@ def case(text: str, test: str = "", **settings: Any) -> Callable[[Callable[[Job]
         return script
 
     return register
+
+
+def load_cases(file: str | None) -> None:
+    """Fill the registry of cases: from a Python file, or with the cases of this folder."""
+    if file is None:
+        importlib.import_module("compare.cases")
+        return
+    spec = importlib.util.spec_from_file_location("compared_cases", file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
 
 
 def sgd(model: nn.Module, **options: Any) -> Optimizer:

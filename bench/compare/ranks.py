@@ -6,13 +6,11 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -29,7 +27,7 @@ from torch import nn
 from .case import CASES, Job
 from .engines import ENGINES, NotApplicable
 
-__all__ = ["Outcome", "Ranks", "load_cases"]
+__all__ = ["Outcome", "Ranks"]
 
 START = 600.0
 """Seconds until the processes are there; DeepSpeed may have to compile first."""
@@ -50,18 +48,6 @@ class Outcome:
     text: str = ""
 
 
-def load_cases(file: str | None) -> None:
-    """Fill the registry of cases: from a Python file, or with the cases of this folder."""
-    if file is None:
-        importlib.import_module("compare.cases")
-        return
-    spec = importlib.util.spec_from_file_location("compared_cases", file)
-    assert spec is not None and spec.loader is not None, file
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-
-
 class Ranks:
     """The processes of an engine, forked from this one, which has imported the engine and must not have run anything with torch.
 
@@ -69,13 +55,12 @@ class Ranks:
         engine: a key of ``ENGINES``.
         count: how many.
         dtype: of the models' parameters.
-        cases: the file that the cases come from; None for those of this folder.
     """
 
-    def __init__(self, engine: str, count: int, dtype: torch.dtype, cases: str | None) -> None:
+    def __init__(self, engine: str, count: int, dtype: torch.dtype) -> None:
         for module in ENGINES[engine].modules:
             importlib.import_module(module)
-        self._arguments = engine, count, dtype, cases
+        self._arguments = engine, count, dtype
         self._processes: list[Any] = []
         self._links: list[Connection] = []
         self._folder = ""
@@ -160,9 +145,7 @@ class Ranks:
 # -- in the processes ------------------------------------------------------------------------------
 
 
-def _serve(
-    rank: int, folder: str, link: Connection, engine: str, count: int, dtype: torch.dtype, cases: str | None
-) -> None:
+def _serve(rank: int, folder: str, link: Connection, engine: str, count: int, dtype: torch.dtype) -> None:
     log = os.open(Path(folder, f"{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -173,17 +156,16 @@ def _serve(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
     try:
-        load_cases(cases)
         if count > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
         ENGINES[engine].start()
         _warm_up(Job(ENGINES[engine], rank, count))
+        gc.collect()
+        gc.freeze()  # else each collection would go through all modules of torch
         _send(link, "done")
     except BaseException as error:
         _send(link, "error", _described(error, rank))
         os._exit(1)
-    gc.collect()
-    gc.freeze()  # else each collection would go through all modules of torch
     by_name = {case.name: case for case in CASES}
     number = 0
     while True:

@@ -45,8 +45,7 @@ def test_its_own_cases_tell_engines_apart(tmp_path):
 
 def test_the_page_has_a_row_for_each_case_with_its_test(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    from compare.case import CASES
-    from compare.ranks import load_cases
+    from compare.case import CASES, load_cases
 
     load_cases(None)
     page = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def error(job: Job) -> None:
     job.train(model, optimizer, job.batch(0))
 
 
-@case("one rank does not come", timeout=2.0)
+@case("one rank does not come", timeout=1.0)
 def hang(job: Job) -> None:
     if job.rank == 1:
         time.sleep(60)

@@ -42,7 +42,11 @@ def shapes(job: Job) -> None:
         job.train(model, optimizer, x)
 
 
-@case("`p.norm()`, `p.grad.norm()`", test="test_norms_of_parameters_and_gradients_are_those_of_the_plain_model")
+@case(
+    "`p.norm()`, `p.grad.norm()`",
+    test="test_norms_of_parameters_and_gradients_are_those_of_the_plain_model",
+    note="The script reads `p.norm().item()`; of FSDP2's DTensors, `p.norm().full_tensor()` is the norm of the whole.",
+)
 def norms(job: Job) -> None:
     model, optimizer = job.prepare(MLP())
     for step, x in enumerate(job.batches(2)):
