@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -104,6 +107,53 @@ def test_a_rank_reads_after_all_have_destroyed_the_process_group() -> None:
     assert all(value == first for value in others)
 
 
+def left_behind(rank: int, world_size: int) -> tuple[float, float]:
+    """Train in a function, and read behind it: as a script's main() ends on all ranks but one."""
+
+    def main() -> tuple[nn.Module, torch.optim.Optimizer, float]:
+        model, _ = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step(model)
+        optimizer.step()
+        return model, optimizer, read(model).sum().item()
+
+    kept = main() if rank == 0 else (None, None, main()[2])
+    gc.collect()
+    if rank > 0:
+        time.sleep(4)
+        return kept[2], 0.0
+    model, optimizer, _ = kept
+    time.sleep(1)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    saved = torch.load(io.BytesIO(file.getvalue()))["state"]
+    return read(model).sum().item(), sum(state["momentum_buffer"].sum().item() for state in saved.values())
+
+
+def test_a_rank_reads_model_and_optimizer_that_the_others_have_dropped() -> None:
+    (first, momentum), *others = run(3, left_behind, fresh=True, timeout=40)
+    assert momentum != 0 and all(value == first for value, _ in others)
+
+
+def dropped(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    model, engine = made()
+    parent = nn.Sequential(model)
+    parent.register_parameter("own", nn.Parameter(torch.ones(3)))
+    next(model.parameters()).register_hook(lambda grad: grad if parent.training else None)  # refers to the model
+    flat = engine.units[0].flats[0]
+    memory, module = weakref.ref(flat.memory), weakref.ref(model[0])
+    step(model)
+    del engine, model, parent, flat
+    gc.collect()
+    left = memory() is not None, module() is not None
+    other, _ = made()  # for which all ranks meet
+    return *left, memory() is not None and other is not None
+
+
+def test_of_a_dropped_model_the_shards_are_kept_and_only_until_the_ranks_meet() -> None:
+    assert run(2, dropped, timeout=40) == 2 * [(True, False, False)]
+
+
 LEAVES = """
 import os, sys
 import torch, torch_shard
@@ -138,7 +188,7 @@ def test_a_lone_edit_does_not_reach_the_partners_and_is_an_error() -> None:
 
 
 def test_the_error_comes_at_once_where_the_partner_waits_for_the_editor() -> None:
-    assert run(2, edits, 600.0, timeout=40) == ["DivergenceError", ""]
+    assert run(2, edits, 600.0, timeout=40) == ["DivergenceError", "DivergenceError"]
 
 
 def edits(rank: int, world_size: int, limit: float = LIMIT) -> str:
@@ -147,7 +197,39 @@ def edits(rank: int, world_size: int, limit: float = LIMIT) -> str:
         with torch.no_grad():
             model[0].weight.mul_(2)
         found = outcome(read, model)
-        assert found == "DivergenceError"
-        if limit > LIMIT:
-            step(model)
-    return outcome(step, model) if rank else found
+        if found != "DivergenceError" or limit == LIMIT:
+            return found
+    return outcome(step, model)
+
+
+EDITS = {
+    "in place": lambda model: model[0].weight.mul_(2),
+    "copied in": lambda model: model[1].weight.data.copy_(torch.zeros(8, 8)),
+    "by foreach": lambda model: torch._foreach_copy_(
+        [p.data for p in model.parameters()], [torch.zeros(p.shape) for p in model.parameters()]
+    ),
+    "by an optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+}
+
+
+def edits_unread(rank: int, world_size: int, edit: str) -> tuple[str, str, str]:
+    model, engine = made(60.0)
+    step(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    start = {key: value.clone() for key, value in engine.state_dict(form="full", rank0_only=False).items()}
+    if rank == 0:
+        with torch.no_grad():
+            if edit == "by an optimizer":
+                for p in model.parameters():
+                    p.grad = torch.ones_like(p)
+            EDITS[edit](model)
+    first, second = outcome(step, model), outcome(step, model)
+    engine.load_state_dict(start)  # after which all ranks have one model again
+    return first, second, outcome(step, model)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_no_rank_trains_on_with_what_another_one_has_edited_alone(edit: str) -> None:
+    assert run(2, edits_unread, edit, timeout=60) == 2 * [("DivergenceError", "DivergenceError", "")]

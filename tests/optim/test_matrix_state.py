@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,7 @@ from tests.optim.helpers import Odd
 from tests.optim.matrix_optimizers import MAKE, Shampoo, advance, gradients, maker, same_state, takes
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks, run
+from torch_shard.errors import ShardPicklingError
 from torch_shard.optim import state_tree
 from torch_shard.optim.matrix import state as matrix_state
 
@@ -224,3 +227,16 @@ def test_a_step_holds_a_few_units_beside_the_largest_matrix_and_no_second_copy_o
     assert units < 6.5
     part, _ = highest_in_a_step(blocks=24, width=16, rows=2)
     assert part < 0.85
+
+
+@pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
+@ranks(2)
+def test_a_file_of_one_rank_part_of_the_state_is_refused_and_the_part_itself_may_be_loaded_and_copied(rank, name):
+    pair = Pair(Odd, rank, 2, optimizer=maker(name), unit_bytes=300)
+    advance(pair, range(STEPS))
+    part = pair.optimizer.state_dict()
+    for way in (lambda: torch.save(part, io.BytesIO()), lambda: pickle.dumps({"all": [part]})):
+        with pytest.raises(ShardPicklingError, match=rf"rank {rank}: .*{name}.* only the matrices that this rank owns"):
+            way()
+    pair.optimizer.load_state_dict(copy.deepcopy(part))
+    same_state(pair)

@@ -24,6 +24,7 @@ from ..errors import DivergenceError
 from .collectives import Collectives
 from .comparisons import FLAGS, Comparisons, Purpose
 from .multi_engine_order import EngineOrder
+from .one_sided.versions import CHANGED
 from .work import caller_line
 
 _HISTORY = 4096  # operations that are kept for error messages
@@ -192,6 +193,12 @@ class OperationSequence:
                 "old and partly new: load on every rank (model.load_state_dict or engine.load_state_dict, not under `if rank "
                 "== ...`), before anything else."
             )
+        if any(text.startswith(CHANGED) for text in now):
+            raise DivergenceError(
+                f"the ranks have not made the same changes of the parameters (steps, edits, loads){differ}. Each rank changes "
+                "its own shards only, so the parameters are now partly old and partly new: change them on every rank, not under "
+                "`if rank == ...`, and load a checkpoint on every rank before training goes on."
+            )
         # A rank that is not at the start of a forward, say in a save, diverges for another reason than its number of batches.
         if any(text.startswith(_BATCH) for text in now) and {at for _, at, *_ in answers} == {_FORWARD}:
             raise DivergenceError(
@@ -219,6 +226,6 @@ def _equal(reduced: list[int]) -> bool:
 
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.
 _BATCH = "computes with "
-_OF_THE_MODEL = ("gathers ", "begins ", "broadcasts ", "reads ", "nothing more ", "has mixed ", _BATCH)
+_OF_THE_MODEL = ("gathers ", "begins ", "broadcasts ", CHANGED, "nothing more ", "has mixed ", _BATCH)
 _FORWARD = "the start of a forward"
 LOADS = "loads a state dict into "

@@ -39,7 +39,7 @@ class ModelPort(Protocol):
 
 
 class ShardSource(Protocol):
-    """A sharded model whose shards partners read, from a thread of their own."""
+    """The shards of one model, which partners read from a thread of their own."""
 
     @property
     def versions(self) -> Versions:

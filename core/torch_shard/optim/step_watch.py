@@ -33,7 +33,7 @@ from .checks import (
 from .elementwise.step import FlatStep
 from .engines_of_optimizer import OPEN, first_runtime, open_runtime_of, params_of, runtimes_of
 from .host.step import HostStep, refuse_offloaded, steps_on_host
-from .matrix.state import is_matrix
+from .matrix.state import OwnedState, is_matrix
 from .matrix.step import MatrixStep
 from .optimizer_proxy import OptimizerProxy, StepBackend, proxy_of
 from .registry import Kind, is_torchs, kind_of, kind_of_step
@@ -132,7 +132,7 @@ class StepWatch:
             if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.backend.runtimes):
                 outer._session.pause()
         for held in runtimes:
-            held.optimizer_states.add(optimizer)
+            held.served.add(optimizer)
             held.versions.begin_change()
         return _replaced(*(changed or (args, kwargs)), functools.partial(_between_changes, runtimes))
 
@@ -158,7 +158,7 @@ class StepWatch:
     def loaded(self, optimizer: Any) -> None:
         """Drop what was kept of the state: the optimizer's ``load_state_dict`` has replaced it."""
         for held in runtimes_of(optimizer):
-            held.optimizer_states.add(optimizer)
+            held.served.add(optimizer)
             held.versions.end_change()
         runtime, backend = self._runtime(), self._backends.get(optimizer)
         if runtime is None or backend is None:
@@ -172,7 +172,16 @@ class StepWatch:
     def mark_state(self, optimizer: Any, state_dict: Any) -> None:
         """Note on the sharded state in a state dict what it is, so that a rank alone may write it to a file."""
         runtime = self._runtime()
-        if runtime is None or is_matrix(runtime, optimizer):  # a file would lack the matrices that other ranks own
+        if runtime is None:
+            return
+        if is_matrix(runtime, optimizer):
+            c = runtime.collectives
+            if c.world > 1:
+                state_dict["state"] = owned = OwnedState(state_dict["state"])
+                owned.refusal = (
+                    f"rank {c.world_rank}: pickling (torch.save) the state of {type(optimizer).__name__} would save only the "
+                    f"matrices that this rank owns. {c.watchdog.saving_advice}"
+                )
             return
         params = params_of(optimizer)
         for number, entries in state_dict["state"].items():

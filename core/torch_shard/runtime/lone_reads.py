@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..comm.work import caller_line
-from ..errors import UnitStateError
+from ..errors import DivergenceError, UnitStateError
 from ..log import ANY_RANK, logger
 from ..unit.unit import State, Unit
 
@@ -80,9 +80,7 @@ class LoneReads:
         if sure and alone_after is not None:
             alone_after = math.inf
         # One rank may come from before a step to the same read to which another comes from behind it.
-        version = runtime.versions.finished
-        notes = [*notes, (version, f"reads the model after {version} changes")]
-        found = runtime.operations.meet(what, notes, alone_after, payload)
+        found = runtime.operations.meet(what, [*notes, runtime.versions.note()], alone_after, payload)
         if found is None:
             self._begin(what)
         return found
@@ -106,7 +104,13 @@ class LoneReads:
         assert partners is not None and service is not None
         members = c.topology.shard_group_of(c.world_rank)
         with contextlib.ExitStack() as stack:
-            self.reading = stack.enter_context(partners.reading(members, runtime.key, runtime.versions, service.issued))
+            for source in runtime.sources():
+                try:
+                    self.reading = stack.enter_context(partners.reading(members, source, service.issued))
+                    break
+                except DivergenceError:
+                    if source.key == runtime.key:
+                        raise  # else the others have changed the original since; they may have made the copy, too
             self._open = stack.pop_all()
         self.count += 1
         line = caller_line()

@@ -25,6 +25,7 @@ from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
+from ..comm.one_sided.partners import ModelVersion
 from ..comm.one_sided.versions import Versions
 from ..comm.process_groups import group_timeout
 from ..comm.traffic_statistics import GatheredBytes
@@ -44,11 +45,12 @@ from .on_demand import OnDemand
 from .optimizer_states import OptimizerStates
 from .reduce_schedule import PAUSE, ReduceSchedule
 from .replaced_params import Registrations
+from .served_shards import ServedShards
 from .unshard_schedule import UnshardSchedule
 from .use import Use
 
 if TYPE_CHECKING:
-    from ..comm.one_sided.partners import Reading, ShardPart
+    from ..comm.one_sided.partners import Reading
     from ..comm.one_sided.service import Service
     from ..offload.host import Host
     from .ports import StepInBackward
@@ -89,6 +91,7 @@ class Runtime:
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
         self.optimizer_states = OptimizerStates(self)
+        self.served = ServedShards(self.versions)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
         self.key = ""  # the name of the model among those over the same groups, on all ranks
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
@@ -101,6 +104,7 @@ class Runtime:
         self.syncing = True  # the running backward reduces
         self.reductions = ReduceSchedule(self)
         self.original = 0  # the number of the engine that this one is a copy of
+        self.copied_from: ModelVersion | None = None
         self.checked = False  # deferred gradients were checked before the running backward
         self.refusal: ShardError | None = None  # the error of that check, raised if the backward comes to this engine
         self.creating = False  # the running backward makes a graph of gradients, which reads unsharded parameters
@@ -119,6 +123,7 @@ class Runtime:
         self.units.append(unit)
         self.units.sort(key=lambda u: u.index)
         self.schedule.units[unit.index] = unit
+        self.served.flats[unit.index] = unit.flats
 
     @property
     def flats(self) -> list[FlatBuffer]:
@@ -143,7 +148,15 @@ class Runtime:
         """Hand out this rank's shards to ranks that read alone, under `key`."""
         self.key = key
         if self.service is not None:
-            self.service.offer(key, self)
+            self.served.offer(self.service, key)
+
+    def sources(self) -> list[ModelVersion]:
+        """Return the models that have the values of this one, the best to read from first.
+
+        A deep copy may have been made by this rank alone. Until it is changed, its original has its values.
+        """
+        own = ModelVersion(self.key, self.versions.finished, self.versions.line)
+        return [own] if self.copied_from is None or self.versions.changed else [self.copied_from, own]
 
     @property
     def service(self) -> Service | None:
@@ -168,26 +181,15 @@ class Runtime:
         """The running read of the model by this rank alone."""
         return self.lone.reading
 
-    def met(self) -> None:
-        """Note that all ranks have come to a collective."""
-        self.optimizer_states.met()
-
-    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of what a rank wants that reads alone (:class:`~torch_shard.comm.ports.ShardSource`).
-
-        Called in any thread.
-        """
-        if part.form == "state":
-            return self.optimizer_states.shard_to_send(part)
-        return self.schedule.units[part.unit].flats[part.flat].shard_to_send(part)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         other = Runtime(self.config, self.collectives, self.host)
         memo[id(self)] = other
         other.ready()
         other.original = self.operations.number or self.original
+        source = other.copied_from = self.sources()[0]
         if self.engine_order is not None:
-            other._offer(f"{other.original} copied at {self.engine_order.place_of_copy(other.original, caller_line())}")
+            place = self.engine_order.place_of_copy(other.original, caller_line())
+            other._offer(f"{source.key} after {source.finished} changes, copied at {place}")
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook
@@ -293,7 +295,7 @@ class Runtime:
             if phase == EVALUATION if reads is None else reads:
                 found = self.lone.meet(what, noted, changes, sure=phase == FORWARD)
             else:
-                for code, text in noted:
+                for code, text in (*noted, self.versions.note()):
                     self.operations.note(code, text)
                 found = self.operations.check(what, changes)
         except BaseException:

@@ -245,6 +245,8 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     plain = with_metadata(given, state_dict)
     error = None
     result = None
+    if specs.keys() <= given.keys():
+        runtime.versions.restart()
     try:
         # One change, also where a module fails on one rank.
         with runtime.operations.unnoted(), runtime.versions.change():

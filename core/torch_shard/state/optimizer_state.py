@@ -452,7 +452,7 @@ def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) ->
     from now on.
     """
     for held in runtimes_of(optimizer):
-        held.optimizer_states.add(optimizer)
+        held.served.add(optimizer)
     for number, p in enumerate(params_of(optimizer)):
         for key, value in state.get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)

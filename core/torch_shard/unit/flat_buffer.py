@@ -27,6 +27,7 @@ from ..shard_tensor.spec import ShardSpec, shard_of_part
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
 from .gradient_buffer import GradientBuffer
+from .served_shard import ServedShard
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -259,7 +260,7 @@ class FlatBuffer:
         """Fill `full`, 1-D with one slot a rank, with the ranks' shards in this form."""
         slots = full.view(self.collectives.size, -1)
         part = self._part(form)
-        slots[self.collectives.rank].copy_(self.shard_to_send(part))
+        slots[self.collectives.rank].copy_(self.served.part(part))
         reading.fill(slots.unbind(0), len(slots) * [part])
 
     def read_parameter(self, index: int, reading: Reading | None) -> torch.Tensor:
@@ -267,7 +268,7 @@ class FlatBuffer:
 
         Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
         """
-        return self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.shard_to_send)
+        return self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.served.part)
 
     def read_state(self, part: ShardPart, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
         """Return optimizer state that is cut like a parameter of this buffer, as :meth:`read_parameter` returns parameters.
@@ -317,25 +318,11 @@ class FlatBuffer:
         assert unit is not None
         return ShardPart(unit.index, unit.flats.index(self), form, start, stop)
 
-    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard, or a part of it, for a rank that reads alone: contiguous, on the CPU.
-
-        Called in any thread.
-        """
-        if self.host is not None:
-            # Not through `shard`, which raises the error of a step once: the thread that trains must get that.
-            for work in self.host.pending_writes.works:
-                work.wait()
-        shard, unit = self.memory.detach(), self.unit()
-        if shard.is_cuda and unit is not None and (changed := unit.runtime.versions.event) is not None:
-            torch.cuda.current_stream(shard.device).wait_event(changed)  # the thread has a stream of its own
-        if part.form == "stored":
-            return shard[part.start : part.stop].cpu().contiguous()
-        if self.quantizer is None:
-            return shard.to("cpu", self.compute).contiguous()
-        payload = torch.empty(self.quantizer.nbytes, dtype=torch.uint8, device=shard.device)
-        self.quantizer.encode(shard.unsqueeze(0), payload.unsqueeze(0))
-        return payload.cpu()
+    @property
+    def served(self) -> ServedShard:
+        """This rank's shard, as it is handed out to a rank that reads alone."""
+        writes = None if self.host is None else self.host.pending_writes
+        return ServedShard(self.memory, writes, self.compute, self.quantizer)
 
     def keep_secondary_shard(self) -> None:
         """Copy the secondary shard out of the full buffer, which is freed next. Call under `gathering()`."""

@@ -58,6 +58,7 @@ def load_full(
     nonce = broadcast(runtime, secrets.token_hex(8), what)
     each(runtime, what, work.verify, nonce=f"{nonce}/verify")
     each(runtime, what, work.load_model, nonce=f"{nonce}/model")
+    runtime.versions.restart()
     runtime.parameters_changed()
     runtime.forget_residuals()
     each(runtime, what, work.load_optimizers, nonce=f"{nonce}/optimizers")

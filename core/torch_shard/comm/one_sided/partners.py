@@ -13,9 +13,8 @@ import torch
 from ...errors import DivergenceError, MissingRankError
 from ..work import caller_line
 from . import wire
-from .versions import Versions
 
-__all__ = ["Partners", "Reading", "ShardPart"]
+__all__ = ["ModelVersion", "Partners", "Reading", "ShardPart"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,21 @@ class ShardPart:
     stop: int | None = None
     param: int = 0
     key: str = ""
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a model, which a reader wants.
+
+    Attributes:
+        key: by which all ranks know the model.
+        finished: how many changes have made it this version.
+        line: the line of user code that has made the latest one.
+    """
+
+    key: str
+    finished: int
+    line: str
 
 
 class Partners:
@@ -109,15 +123,14 @@ class Partners:
 
     # -- one read -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def reading(self, members: Sequence[int], model: str, versions: Versions, issued: int) -> Iterator[Reading]:
-        """Return a context in which the shards of `model` can be read from `members`, in the version that this rank has.
+    def reading(self, members: Sequence[int], model: ModelVersion, issued: int) -> Iterator[Reading]:
+        """Return a context in which the shards of `model` can be read from `members`.
 
         No rank changes its shards meanwhile.
 
         Args:
             members: ranks.
-            model: the key by which all ranks know it.
-            versions: of this rank's shards.
+            model: the model, in the version that this rank has.
             issued: the number of comparisons that this rank has issued.
 
         Raises:
@@ -127,7 +140,7 @@ class Partners:
         others = [rank for rank in members if rank != self.rank]
         asked: list[int] = []
         try:
-            question = {"ask": "admit", "model": model, "version": versions.finished, "seconds": self.seconds}
+            question = {"ask": "admit", "model": model.key, "version": model.finished, "seconds": self.seconds}
             question["issued"] = issued
             for rank in others:
                 self.tell(rank, **question)
@@ -138,21 +151,21 @@ class Partners:
                 self.close()  # or the other answers would be taken for those of other questions
                 raise
             for rank, answer in answers.items():
-                self._check(rank, answer, versions)
-            yield Reading(self, list(members), model)
+                self._check(rank, answer, model)
+            yield Reading(self, list(members), model.key)
         finally:
             for rank in asked:
                 with contextlib.suppress(MissingRankError):
-                    self.tell(rank, ask="dismiss", model=model)
+                    self.tell(rank, ask="dismiss", model=model.key)
 
     def _receive(self, rank: int) -> dict[str, Any]:
         with self._of(rank) as link:
             link.settimeout(2 * self.seconds)  # the partner itself waits for at most `seconds`
             return wire.receive(link)
 
-    def _check(self, rank: int, answer: dict[str, Any], versions: Versions) -> None:
+    def _check(self, rank: int, answer: dict[str, Any], model: ModelVersion) -> None:
         outcome, where = answer["outcome"], f"rank {self.rank} reads the model alone at {caller_line()}"
-        after = f"after {versions.finished} changes of its parameters (steps, edits, loads)"
+        after = f"after {model.finished} changes of its parameters (steps, edits, loads)"
         if outcome == "ahead":
             raise DivergenceError(
                 f"{where}, {after}, but rank {rank} has already made "
@@ -162,7 +175,7 @@ class Partners:
         if outcome in ("behind", "stuck"):
             why = f"in {self.seconds:g} s" if outcome == "behind" else "and waits for this rank in something else"
             raise DivergenceError(
-                f"{where}, {after}, the latest at {versions.line}, but rank {rank} has made {answer['finished']}, the latest at "
+                f"{where}, {after}, the latest at {model.line}, but rank {rank} has made {answer['finished']}, the latest at "
                 f"{answer['line']}, {why}. Change parameters on every rank: code under `if rank == 0` may read a model, and may "
                 "not copy an average's weights into it, for example."
             )

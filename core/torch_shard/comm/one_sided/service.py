@@ -54,8 +54,11 @@ class Service:
         self.lock = threading.Lock()
         self.issued = self.promised = self.joined = 0
         self.served = 0.0
-        self._left = threading.Event()  # the rank's script has ended, or it has left the group
+        self._ended = threading.Event()  # the rank's script has ended, or it has left the group
         self._sources: dict[str, weakref.ref[ShardSource]] = {}
+        self._left: dict[
+            str, ShardSource
+        ] = {}  # what is left of models that this rank has dropped since the ranks last met
         self._offered = threading.Condition()
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
@@ -76,22 +79,28 @@ class Service:
         """Serve the shards of a model no more."""
         self._sources.pop(key, None)
 
+    def leave_behind(self, key: str, source: ShardSource) -> None:
+        """Serve and keep what is left of a model that this rank has dropped, until the ranks meet: another may still read it."""
+        if key in self._sources:
+            self._left[key] = source
+
     def met(self) -> None:
-        """Note that all ranks have come to a collective."""
+        """Note that all ranks have come to a collective: they have dropped what this rank has dropped before it."""
+        self._left.clear()
         for source in self._living():
             source.met()
 
     def leave(self) -> list[ShardSource]:
         """Note that the rank's script does not come to another collective; return the models that are served."""
-        self._left.set()
+        self._ended.set()
         return self._living()
 
     def _living(self) -> list[ShardSource]:
-        return [source for ref in list(self._sources.values()) if (source := ref()) is not None]
+        return [source for key in list(self._sources) if (source := self._source(key)) is not None]
 
     def _source(self, key: str) -> ShardSource | None:
         found = self._sources.get(key)
-        return None if found is None else found()
+        return None if found is None else found() or self._left.get(key)
 
     # -- what a partner may ask ---------------------------------------------------------------------------------
     def converse(self, link: socket.socket) -> None:
@@ -136,10 +145,11 @@ class Service:
             self.served = time.monotonic()
         elif kind == "dismiss":
             leaving = self._source(request["model"])
-            self._dismiss(link, [source for source in admitted if source is leaving])
-            admitted[:] = [source for source in admitted if source is not leaving]
+            versions = None if leaving is None else leaving.versions
+            self._dismiss(link, [source for source in admitted if source.versions is versions])
+            admitted[:] = [source for source in admitted if source.versions is not versions]
         elif kind == "presence":
-            wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": self._left.is_set()})
+            wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": self._ended.is_set()})
         elif kind == "farewell":
             with self._farewell:
                 self.farewells.add(request["sender"])
@@ -148,7 +158,8 @@ class Service:
     def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
         source = self._source(request["model"])
         try:
-            if source is None or not any(source is each for each in admitted):
+            # A model that has been dropped since then has left its versions, which readers lock.
+            if source is None or not any(source.versions is each.versions for each in admitted):
                 raise ShardError("the model is gone there, or may change meanwhile.")
             with torch.inference_mode(False), torch.no_grad():
                 shard = source.shard_to_send(ShardPart(**request["part"]))
@@ -181,7 +192,7 @@ class Service:
             if self.issued >= comparison:
                 return "here", ""
             waits = bool(place) and place == seen
-            if insist or waits or self._left.is_set() or (self.promised >= comparison and not sure):
+            if insist or waits or self._ended.is_set() or (self.promised >= comparison and not sure):
                 self.promised = max(self.promised, comparison)
                 return "away", ""
         return ("waiting", place) if place else ("busy", "")

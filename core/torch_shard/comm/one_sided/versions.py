@@ -14,7 +14,9 @@ import torch
 from ...errors import MissingRankError
 from ..work import caller_line
 
-__all__ = ["Admission", "Versions"]
+__all__ = ["CHANGED", "Admission", "Versions"]
+
+CHANGED = "goes on after "  # the beginning of the operation that notes a version
 
 _LOOK = 0.2  # seconds between two looks at what this rank waits for
 
@@ -43,6 +45,7 @@ class Versions:
 
     Attributes:
         finished: how many changes have ended.
+        changed: whether there was any since the shards exist.
         line: the line of user code that has made the latest change, or makes one now.
         event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
     """
@@ -61,6 +64,7 @@ class Versions:
         )  # waits for ranks that may still come to read the present version
         self.line = "the start"
         self.finished = 0
+        self.changed = False
 
     @property
     def changing(self) -> bool:
@@ -124,7 +128,11 @@ class Versions:
             self._end()
 
     def restart(self) -> None:
-        """Count anew, after changes that differ between the ranks. Call on all ranks when they have one version, or load one."""
+        """Count anew, after changes that may differ between the ranks.
+
+        Call on all ranks when they have one version, or load one, and before another collective: a rank that reads alone must
+        find that the others have counted anew, too.
+        """
         with self._state:
             self.finished = 0
             self._state.notify_all()
@@ -134,9 +142,13 @@ class Versions:
             self.event = torch.cuda.Event()
             self.event.record()
         with self._state:
-            self._depth, self._dirty = 0, False
+            self._depth, self._dirty, self.changed = 0, False, True
             self.finished += 1
             self._state.notify_all()
+
+    def note(self) -> tuple[int, str]:
+        """Return the present version as an operation to note, by which ranks find that one has made other changes."""
+        return self.finished, f"{CHANGED}{self.finished} changes of the parameters, the latest at {self.line}"
 
     # -- readers ------------------------------------------------------------------------------------------------
     def admit(self, reader: object, version: int, seconds: float, waits_for_it: Callable[[], bool]) -> Admission:

@@ -7,6 +7,7 @@ rank that has its state.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import statistics
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from ...comm.collective_steps import broadcast
 from ...comm.consensus import agree
-from ...errors import ShardError
+from ...errors import ShardError, ShardPicklingError
 from ...layout.dtensor_placement import is_dtensor
 from ...plan.matrix_owners import Item, assign, choose, loads_of, work_of
 from ...runtime.runtime import Runtime
@@ -27,6 +28,7 @@ from ..registry import has_linear_work, kind_of, kind_of_step
 from ..state_tree import Sent, local, map_tensors, tensors_of
 
 __all__ = [
+    "OwnedState",
     "all_gather_bytes",
     "collect",
     "descriptions",
@@ -40,6 +42,32 @@ __all__ = [
 
 _SMALL = 4 << 20  # bytes of parameters; smaller units are exchanged together, because each message costs time
 _NONE, _FULL, _SHARDS, _CUT = 0, 1, 2, 3  # what a rank has of a parameter's state
+
+
+class OwnedState(dict[Any, Any]):
+    """The state in an optimizer's ``state_dict()`` on one rank, which lacks the matrices that other ranks own.
+
+    It may be loaded again and copied, but not be pickled: nobody would miss what such a file lacks.
+    """
+
+    refusal = "a rank's part of the state of an optimizer that steps on full matrices can't be pickled (torch.save)"
+
+    def copy(self) -> OwnedState:
+        """Return a shallow copy."""
+        return self._like(self)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnedState:
+        return self._like(copy.deepcopy(dict(self), memo))
+
+    def _like(self, values: Mapping[Any, Any]) -> OwnedState:
+        other = OwnedState(values)
+        other.refusal = self.refusal
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardPicklingError(self.refusal)
 
 
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
