@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
 import os
@@ -136,13 +135,8 @@ def test_a_rank_reads_model_and_optimizer_that_the_others_have_dropped() -> None
     assert momentum != 0 and all(value == first for value, _ in others)
 
 
-def refers_to(model: nn.Module, grad: torch.Tensor) -> None:
-    """Do nothing, as a gradient hook."""
-
-
 def dropped(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     model, engine = made()
-    next(model.parameters()).register_hook(functools.partial(refers_to, model))
     flat = engine.units[0].flats[0]
     memory, module = weakref.ref(flat.memory), weakref.ref(model[0])
     step(model)

@@ -42,8 +42,7 @@ class ServedShards:
         service.offer(key, self)
 
     def __del__(self) -> None:
-        # No `weakref.finalize`, which would refer to the parameters for ever if one of the user's hooks on them refers to the
-        # model.
+        # No `weakref.finalize`: it would refer to the parameters, and through what users attach to them to the model.
         service = None if self._offered is None else self._offered[0]()
         if service is not None and self._offered is not None:
             service.leave_behind(self._offered[1], self._without_model())
