@@ -60,6 +60,7 @@ def test_another_strategy_loads_it(first, one, second, other, tmp_path):
         run(second, loads, str(tmp_path / file), settings_of(other))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("units", [{"unit_bytes": 1 << 20}, *exhaustive({"unit_bytes": 1})])
 def test_another_plan_of_units_loads_it(units, tmp_path):
     run(2, saved_by, str(tmp_path / "c"), {"unit_bytes": 400})

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.support.marks import exhaustive
 from tests.support.run_python import variables
 from torch_shard.comm.store_messages import Messages
 
@@ -42,7 +43,10 @@ def leave(way: str) -> None:
 
 @pytest.mark.parametrize(
     ("way", "kind"),
-    [("a load that fails on rank 0", "CheckpointError"), ("forwards of different units", "DivergenceError")],
+    [
+        ("forwards of different units", "DivergenceError"),
+        *exhaustive(("a load that fails on rank 0", "CheckpointError")),
+    ],
 )
 def test_all_ranks_get_the_error_though_the_store_ends_with_rank_0(way, kind, tmp_path):
     with socket.socket() as free:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.support.marks import quick
 from tests.support.ranks import run
 from tests.support.run_python import run_python
 from torch_shard.comm.one_sided.partners import Reading
@@ -170,6 +171,7 @@ except torch_shard.errors.MissingRankError:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_the_others_train_with_does_not_stay_at_its_end(tmp_path) -> None:
     (tmp_path / "leaves.py").write_text(LEAVES)
     begin = time.monotonic()
@@ -227,6 +229,6 @@ def edits_unread(rank: int, world_size: int, edit: str) -> tuple[str, str, str]:
     return first, second, outcome(step, model)
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", quick(EDITS, ["by foreach"]))
 def test_no_rank_trains_on_with_what_another_one_has_edited_alone(edit: str) -> None:
     assert run(2, edits_unread, edit, timeout=60) == 2 * [("DivergenceError", "DivergenceError", "")]

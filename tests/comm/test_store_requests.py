@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from torch_shard.comm.process_groups import ProcessGroups
@@ -104,6 +105,7 @@ def test_all_ranks_that_wait_for_one_ask_little_and_name_it() -> None:
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests() -> None:
     names = ("reduce", "all-gather")
     begin = time.monotonic()
@@ -114,6 +116,7 @@ def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests() -> None:
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_says_nothing_is_named_on_all_others() -> None:
     missing = SIZE - 1
 

@@ -26,6 +26,7 @@ def _clamp(model):
     return [model.blocks[1].up.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))]
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 @WHEN
 @pytest.mark.parametrize("register", [_scale, _clamp])

@@ -85,6 +85,7 @@ def train_once(models, optimizers, x):
         optimizer.zero_grad()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", quick(STATEFUL, ["SGD momentum", "Adam amsgrad", "AdamW fused", "NAdam"]))
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2, exhaustive=(3,))

@@ -53,6 +53,7 @@ def one_step(name, rank, world_size, **choices):
     return engine
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", quick(NAMES, QUICK))
 @ranks(2)
 def test_a_transformers_model_trains_like_the_plain_one(rank, world_size, name):

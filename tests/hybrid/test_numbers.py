@@ -104,6 +104,7 @@ def test_edits_of_gradients_in_gathered_leave_the_copies_equal(strategy, rank, w
     same_copies(engine)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", [torch.bfloat16, *exhaustive(torch.float16)])
 @ranks(4)
 def test_low_precision_keeps_the_copies_equal(precision, rank, world_size):
@@ -126,6 +127,7 @@ def test_low_precision_keeps_the_copies_equal(precision, rank, world_size):
         )
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_an_overflow_in_one_copy_skips_the_step_of_all(rank, world_size):
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ def test_a_mesh_of_two_dimensions_has_copies_and_slices(rank, world_size):
     assert named.world_size == 2
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_copies_on_ranks_that_are_not_consecutive_train_like_plain(rank, world_size):
     odd = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("replicate", "shard"))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.marks import exhaustive
 from tests.support.run_python import run_python, variables
 from torch_shard.errors import ConfigError
 from torch_shard.frontend.launch import read_arguments
@@ -83,6 +84,7 @@ def test_a_script_for_ddp_gives_the_same_numbers_and_the_same_file(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_fsdp_is_replaced_where_the_launch_says_so(tmp_path):
     found = launched(tmp_path, FSDP, "-m", "torch_shard", "--shard.fsdp", SHARD_STRATEGY="shard_optim")
     assert "KIND torch_shard.fsdp.fully_sharded_data_parallel ['shard_optim', 'shard_optim']" in found
@@ -117,8 +119,10 @@ def test_wrong_settings_name_the_argument(words, said):
     ("words", "said"),
     [
         (["--shard.prefetch=-1", "train.py"], "torch_shard: prefetch must be"),
-        (["--shard.strategy=zero", "train.py"], "torch_shard: --shard.strategy must be one of"),
-        (["gone.py"], "torch_shard: there is no script 'gone.py'."),
+        *exhaustive(
+            (["--shard.strategy=zero", "train.py"], "torch_shard: --shard.strategy must be one of"),
+            (["gone.py"], "torch_shard: there is no script 'gone.py'."),
+        ),
     ],
 )
 def test_mistakes_end_with_a_line_and_exit_code_2(tmp_path, words, said):
@@ -127,6 +131,7 @@ def test_mistakes_end_with_a_line_and_exit_code_2(tmp_path, words, said):
     assert said in done.stderr and "Traceback" not in done.stderr and "RUN" not in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_errors_of_the_script_are_shown_without_the_runner(tmp_path):
     (tmp_path / "train.py").write_text("def f():\n    raise ValueError('mine')\n\nf()\n")
     done = run_python("-m", "torch_shard", "train.py", folder=tmp_path, expected=1)
@@ -134,6 +139,7 @@ def test_errors_of_the_script_are_shown_without_the_runner(tmp_path):
     assert len(frames) == 2 and all("train.py" in line for line in frames) and "ValueError: mine" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_commands_for_checkpoints_stay(tmp_path):
     assert "inspect" in run_python("-m", "torch_shard", "--help", folder=tmp_path).stdout
     assert run_python("-m", "torch_shard", "inspect", "gone", folder=tmp_path, expected=2).stderr.startswith(

@@ -63,6 +63,7 @@ def test_tests_on_several_devices_without_a_strategy_are_found():
     assert rewrite.functions_that_change(SOURCE) == expected
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "several"), [("shard", ["ShardStrategy", "ShardFabricStrategy"]), ("ddp", ["DDPStrategy"] * 2)]
 )

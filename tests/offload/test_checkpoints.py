@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,6 +131,7 @@ def test_a_model_without_memory(rank, tmp_path, offload, source):
 # -- averages -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @one_at_a_time(kind=["ema", "mean"], offload=OFFLOADS)
 @ranks(2, exhaustive=(1,))
 def test_torchs_averages_of_the_weights(rank, tmp_path, kind, offload):

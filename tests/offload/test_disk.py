@@ -147,6 +147,7 @@ def test_a_slow_disk_is_waited_for(store, monkeypatch):
     assert max(unfinished) == BEHIND
 
 
+@pytest.mark.exhaustive
 def test_the_space_of_a_tensor_that_is_gone_is_free_again(disk):
     before = free(disk)
     with closing(DiskStore(disk, rank=0)) as store:

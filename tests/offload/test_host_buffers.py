@@ -34,6 +34,7 @@ def test_steps_of_one_pattern_take_the_same_memory_and_no_more():
     assert pool.in_use == 0 and pool.held == 3 * 40_960 + 4096
 
 
+@pytest.mark.exhaustive
 def test_sizes_that_change_from_step_to_step_do_not_add_up():
     pool, most = HostBuffers(CPU), 0
     for step in range(200):

@@ -58,6 +58,7 @@ def test_state_that_an_option_asks_for_later_is_there_when_step_returns(rank):
     same(*found)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_forward_waits_for_the_units_it_comes_to_only(rank):
     _, offloaded = prepared(rank)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 
+import pytest
+
 from tests.offload.models import HALF, OFFLOADS, Training, alike, chosen, flats, hold, inputs, loss_of, same
 from tests.support.marks import one_at_a_time
 from tests.support.ranks import ranks
@@ -21,6 +23,7 @@ def stepping(rank, offload, optimizer="AdamW", steps=2, **settings):
 SETTINGS = [{}, {"precision": HALF}, *({"strategy": name} for name in ("shard_grad_op", "shard_optim", "no_shard"))]
 
 
+@pytest.mark.exhaustive
 @one_at_a_time(optimizer=["AdamW", "SGD", "NAdam"], offload=OFFLOADS, settings=SETTINGS)
 @ranks(2, exhaustive=(1, 3))
 def test_twenty_steps_are_those_without_offload(rank, tmp_path, optimizer, offload, settings):

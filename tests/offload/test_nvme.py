@@ -35,6 +35,7 @@ def test_state_lies_on_disk_without_a_name_and_goes_with_the_engine(rank, tmp_pa
     assert disk.allocated == 0
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_no_more_than_four_units_are_in_memory(rank, tmp_path):
     training = Training(rank, Offload(nvme=tmp_path), units=["blocks.*"])

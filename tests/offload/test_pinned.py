@@ -70,6 +70,7 @@ def test_without_a_gpu_pin_is_without_effect():
     assert not allocate(10, torch.float32, pin=True, device=GPU).is_pinned()
 
 
+@pytest.mark.exhaustive
 @needs_linux
 def test_memory_is_locked_whole_and_until_the_last_view_is_gone():
     runtime = Runtime()

@@ -48,6 +48,7 @@ def plan_of(offload, world_size=2, model=None, **settings):
     return torch_shard.make_plan(model or Model(), ShardConfig(offload=offload, **settings), world_size=world_size)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sync", [*exhaustive(True), False])
 @pytest.mark.parametrize(
     "precision", [None, BF16, *exhaustive(Precision(torch.bfloat16, keep_low_precision_grads=True))]

@@ -15,6 +15,7 @@ from torch_shard import errors
 DISKS = ("disk", "all on disk")
 
 
+@pytest.mark.exhaustive
 @one_at_a_time(
     of=["both", "each", "a half of each"],
     second=["offloaded, too", "on the device"],

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.offload.models import HALF, OFFLOADS, Training, chosen, same
-from tests.support.marks import one_at_a_time
+from tests.support.marks import one_at_a_time, quick
 from tests.support.ranks import ranks
 from torch_shard.offload import Offload
 
 
-@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("offload", quick(OFFLOADS, ["cpu", "disk"]))
 @one_at_a_time(optimizer=["AdamW", "SGD", "NAdam"], accumulate=[4, 1], clip=[0.5, None], precision=[None, HALF])
 @ranks(2, exhaustive=(1, 3))
 def test_it_trains_as_without(rank, tmp_path, offload, optimizer, accumulate, clip, precision):

@@ -178,6 +178,7 @@ def test_parameters_of_no_engine_are_stepped_once(rank, world_size, name):
 
 
 # -- precision ----------------------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", *exhaustive("stochastic")])
 @ranks(2)
 def test_engines_of_different_precision_step_as_with_an_optimizer_each(rank, world_size, precision):
@@ -206,6 +207,7 @@ def test_engines_of_different_precision_step_as_with_an_optimizer_each(rank, wor
         assert torch.equal(one, other)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_gradscaler_skips_the_step_of_both_where_one_rank_overflows_in_one(rank, world_size):
     two = Two(rank, world_size, lambda m: O.SGD(one_behind_the_other(m), lr=0.1, momentum=0.9))
@@ -361,6 +363,7 @@ def test_a_model_that_is_sharded_later_takes_its_state_along(rank, world_size, n
 
 
 # -- state ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["AdamW", *exhaustive("Muon")])
 @ranks(2)
 def test_it_is_saved_and_loaded_with_both_models(rank, world_size, name, tmp_path):

@@ -73,6 +73,7 @@ def _by_full_checkpoint(engine: Any, optimizer: Any, path: Any) -> Callable[[Any
     return lambda engine, optimizer: engine.load(path / "full.pt", optimizer)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 @pytest.mark.parametrize("way", [_by_torch, *exhaustive(_by_name), _by_checkpoint, *exhaustive(_by_full_checkpoint)])
 @pytest.mark.parametrize("used", [False, *exhaustive(True)])
@@ -99,6 +100,7 @@ def test_state_of_whole_matrices_comes_back_in_fp32_by_torchs_own_dict(rank):
             same_bits(value, kept[name][key], name)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_state_of_steps_in_bf16_becomes_fp32_at_the_first_step(rank):
     """From a training without rounding; exactly, so that one more step is that of fp32."""
@@ -117,6 +119,7 @@ def test_state_of_steps_in_bf16_becomes_fp32_at_the_first_step(rank):
     exact.step(optimizer)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_a_resumed_training_begins_with_new_random_numbers(rank, tmp_path):
     """They are not in checkpoints: two continuations are equal to each other, but not to an uninterrupted training."""

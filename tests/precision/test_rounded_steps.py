@@ -115,6 +115,7 @@ def test_optimizers_of_whole_matrices_step_in_fp32_too(kind, rank):
 # -- masters, declared classes, memory --------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 @pytest.mark.parametrize("compute", [*exhaustive(None), BF16])
 def test_fp32_models_may_have_bf16_masters(compute, rank):

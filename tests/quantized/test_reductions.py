@@ -62,6 +62,7 @@ def test_gradients_are_the_references(strategy, feedback, rank):
     train_like_the_reference(rank, model, plain, Reduced(engine, feedback))
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_micro_batches_are_quantized_once(rank):
     model, plain, engine = sharded(GRADIENTS)
@@ -210,6 +211,7 @@ class Fails(torch.autograd.Function):
         raise ValueError("on all ranks")
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 @pytest.mark.parametrize("behind", ["load", *exhaustive("load of a file", "load_state_dict", "deepcopy", "a failure")])
 def test_error_feedback_begins_anew(behind, rank, tmp_path):

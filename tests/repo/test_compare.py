@@ -21,6 +21,7 @@ def compare(tmp_path: Path, *arguments: object, expected: int) -> tuple[str, dic
     return done.stdout, json.loads(file.read_text())["cases"]
 
 
+@pytest.mark.exhaustive
 def test_each_letter_is_given_where_it_is_due(tmp_path):
     cases = ROOT / "tests" / "support" / "compared.py"
     printed, found = compare(tmp_path, "--cases", cases, "--engines", "ddp,ours", expected=1)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision
 from torch_shard.errors import DivergenceError
@@ -129,7 +130,7 @@ def elsewhere(where: str) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("where", ["in the next step", "in a barrier", "computing"])
+@pytest.mark.parametrize("where", ["in the next step", *exhaustive("in a barrier", "computing")])
 @pytest.mark.parametrize("read", [*READS, *SHARDED_ONLY])
 @ranks(2, exhaustive=(3,))
 def test_a_rank_reads_alone_what_plain_torch_gives(rank: int, read: str, where: str) -> None:

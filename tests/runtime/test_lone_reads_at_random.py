@@ -85,7 +85,7 @@ def program(seed: int, rank: int, world_size: int) -> int:
     return late
 
 
-@ranks(2, 3, timeout=60)
+@ranks(2, exhaustive=(3,), timeout=60)
 def test_a_few_programs(rank: int, world_size: int) -> None:
     for seed in range(12):
         program(seed, rank, world_size)

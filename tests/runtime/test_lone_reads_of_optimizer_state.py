@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_shard
 from tests.runtime.test_lone_reads import TOKENS, elsewhere, made, same, train
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError, ShardPicklingError, UnitStateError
 
@@ -37,7 +38,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("where", ["in the next step", "in a barrier", "computing"])
+@pytest.mark.parametrize("where", ["in the next step", *exhaustive("in a barrier", "computing")])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optim"])
 @ranks(2, exhaustive=(3,))

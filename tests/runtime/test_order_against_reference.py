@@ -38,6 +38,7 @@ def test_parameters_that_stay_are_gathered_once(case: Case) -> None:
     hold(case, 2)
 
 
+@pytest.mark.exhaustive
 @quick(8)
 @given(branches(2))
 def test_ranks_whose_loss_leaves_units_out_take_part_in_their_gathers(case: Case) -> None:

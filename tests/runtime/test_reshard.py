@@ -26,6 +26,7 @@ def parts(engine: torch_shard.Engine) -> int:
     return sum(shard.untyped_storage().nbytes() for shard in shards)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings", [{}, *exhaustive(HYBRID, {"prefetch": 0}, {"prefetch": 3}, {"single_communicator": True})]
 )

@@ -134,6 +134,7 @@ def test_one_dimension_may_have_one_rank(shape):
     same(model, oracle)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_parts_of_unequal_size(tmp_path):
     """Hidden 5 over two ranks: three columns and two; and an embedding of one row, of which a rank has none."""

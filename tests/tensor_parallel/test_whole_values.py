@@ -137,6 +137,7 @@ def test_buffers_of_a_tensor_parallel_ranks_own_stay(rank):
     assert torch.equal(model.slopes, own)
 
 
+@pytest.mark.exhaustive
 @ranks(4)
 def test_close_gives_dtensors_back():
     mesh = mesh_of(2, 2)

@@ -71,6 +71,7 @@ def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5, abs=0)
 
 
+@pytest.mark.exhaustive
 def test_an_fsdp_yaml_shards_an_unmodified_script_with_the_numbers_of_ddp(tmp_path: Path) -> None:
     script(tmp_path)
     wanted = stock(tmp_path)

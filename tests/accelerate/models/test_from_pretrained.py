@@ -9,6 +9,7 @@ import logging
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -187,7 +188,9 @@ def test_a_model_from_the_cache_needs_its_name_only(rank, tmp_path):
         (folder / "refs" / "main").write_text("0" * 40)
     dist.barrier()
     options = {"cache_dir": tmp_path, "local_files_only": True, "attn_implementation": "eager"}
-    model = loaded(transformers.AutoModelForCausalLM, "team/tiny", **options)
+    # Without it transformers looks for an adapter at the hub, `local_files_only` or not, and waits long for an answer.
+    with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+        model = loaded(transformers.AutoModelForCausalLM, "team/tiny", **options)
     assert model.config._attn_implementation == "eager"
     torch_shard.shard(model)
     assert_equal(model, cls.from_pretrained(snapshot))

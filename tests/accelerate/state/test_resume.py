@@ -21,6 +21,7 @@ def same(found, wanted):
         assert equal, f"{name}: {found[name]} is not {value}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("form", "offload"), [("sharded", None), ("sharded", "cpu"), *exhaustive(("full", None))])
 @ranks(2)
 def test_resume_in_the_middle_of_an_epoch_equals_a_training_without_interruption(form, offload, tmp_path):

@@ -101,6 +101,7 @@ def test_links_with_names_that_change_are_deleted_and_not_what_they_lead_to(form
     assert is_whole(tmp_path / "epoch=0.ckpt", form)
 
 
+@pytest.mark.exhaustive
 @either_form
 @ranks(2)
 def test_each_form_takes_the_place_of_the_other_once_it_is_whole(form, tmp_path):

@@ -88,6 +88,7 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any], namespace: str) 
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("namespace", ["lightning.fabric", *exhaustive("lightning_fabric")])
 def test_programs_train_with_the_numbers_and_checkpoints_of_ddp(tmp_path, namespace):
     path = script(tmp_path, FABRIC, namespace=namespace)

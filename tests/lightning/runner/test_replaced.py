@@ -129,6 +129,7 @@ def test_precision_becomes_that_of_ddp(tmp_path):
         assert ([plugin.removeprefix("ShardedClipping"), name]) == lines[line], (line, found)
 
 
+@pytest.mark.exhaustive
 def test_what_can_not_be_right_is_refused_with_a_remedy(tmp_path):
     lines = {
         "Trainer dict(strategy=Own())": ("Own is a DDPStrategy with setup of its own", "strategy=DDPStrategy(...)"),
@@ -157,6 +158,7 @@ def test_one_warning_names_all_that_has_no_effect(tmp_path):
     assert "DDPStrategy: without effect in a sharded run: bucket_cap_mb=3, bucket_cap_mb_list=[1]." in line
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_setting_or_program_ends_the_runner_with_its_reason(tmp_path):
     done = run_python(*RUNNER, "--shard.prefech=2", "train.py", folder=tmp_path, expected=2)
     assert (

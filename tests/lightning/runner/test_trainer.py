@@ -42,6 +42,7 @@ def assert_same_checkpoints(folder: Path, other: Path) -> None:
         assert_alike(found[key], wanted[key], key)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("namespace", ["lightning.pytorch", *exhaustive("pytorch_lightning")])
 def test_programs_train_with_the_numbers_checkpoints_and_answers_of_ddp(tmp_path, namespace):
     path = script(tmp_path, TRAINER, namespace=namespace)

@@ -123,6 +123,7 @@ class Backbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("train_bn", [False, *exhaustive(True)])
 @ranks(2)
 def test_a_backbone_is_thawed_as_on_a_single_device(rank, world_size, train_bn, tmp_path):

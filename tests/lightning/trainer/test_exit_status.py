@@ -45,6 +45,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("victim", "late"), [(1, 12), *exhaustive((0, 0))])
 def test_a_script_that_is_told_to_end_does_so_on_all_ranks_with_the_status_of_sigterm(tmp_path, victim, late):
     script = tmp_path / "train.py"

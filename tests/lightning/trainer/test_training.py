@@ -123,6 +123,7 @@ def test_the_registered_name_trains_validates_clips_accumulates_and_resumes_like
     assert_same_state(module.state_dict(), expected.state_dict())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["hybrid_shard", *exhaustive("hybrid_shard_zero2")])
 @ranks(4)
 def test_hybrid_on_two_nodes_equals_a_single_device(rank, strategy):
