@@ -1,4 +1,7 @@
-"""Random programs in which ranks read the model alone anywhere give what plain training gives, or the error that is named."""
+"""Random programs in which ranks read the model alone anywhere give what plain training gives, or the error that is named.
+
+One rank also puts other weights into the model now and then, reads them alone, and puts those of before back; so do all together.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,24 @@ def read(model: nn.Module, plain: nn.Module, name: str) -> None:
         torch.testing.assert_close(READS[name](model), READS[name](plain))
 
 
+def swap(model: nn.Module, plain: nn.Module, rng: random.Random, reads: Callable[[], None]) -> None:
+    """Put other weights into some parameters of both models, call `reads`, and put those of before back."""
+    pairs = [pair for pair in zip(model.parameters(), plain.parameters(), strict=True) if rng.random() < 0.7]
+    before = [(p.detach().clone(), q.detach().clone()) for p, q in pairs]
+    for _ in range(rng.randint(1, 2)):
+        new = [q.detach() * rng.random() + rng.random() for _, q in pairs]
+        for side in (0, 1):
+            if rng.random() < 0.5 and pairs:
+                torch._foreach_copy_([pair[side].data for pair in pairs], new)
+            else:
+                for pair, value in zip(pairs, new, strict=True):
+                    pair[side].data.copy_(value)
+        reads()
+    for pair, values in zip(pairs, before, strict=True):
+        for p, value in zip(pair, values, strict=True):
+            p.data.copy_(value)
+
+
 def program(seed: int, rank: int, world_size: int) -> int:
     """Run one program, and return how many of this rank's reads have met the error that the others have stepped."""
     shared = random.Random(seed)
@@ -49,10 +70,12 @@ def program(seed: int, rank: int, world_size: int) -> int:
     readers = [other for other in range(world_size) if shared.random() < 0.6]
     late = 0
 
-    def perhaps(between: bool = False) -> None:
+    def perhaps(between: bool = False, swaps: bool = False) -> None:
         nonlocal late
         if rank not in readers or own.random() < 0.5:
             return
+        if swaps and rank == readers[0] and own.random() < 0.5:
+            swap(model, plain, own, lambda: read(model, plain, own.choice(list(READS))))
         for _ in range(own.randint(1, 3)):
             name = own.choice(list(READS))
             try:
@@ -65,8 +88,8 @@ def program(seed: int, rank: int, world_size: int) -> int:
     for step in range(shared.randint(2, 4)):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed * 100 + step))
         micro_batches, evaluates = shared.randint(1, 2), shared.random() < 0.4
-        for _ in range(micro_batches):
-            perhaps()
+        for micro_batch in range(micro_batches):
+            perhaps(swaps=micro_batch == 0)
             losses = [each(x).square().mean() for each, _ in pairs]
             perhaps()
             for loss in losses:
@@ -75,9 +98,11 @@ def program(seed: int, rank: int, world_size: int) -> int:
         for _, optimizer in pairs:
             optimizer.step()
             optimizer.zero_grad()
-        perhaps()
+        perhaps(swaps=True)
         if evaluates:
             read(model, plain, "forward")
+        if shared.random() < 0.2:
+            swap(model, plain, random.Random(seed), lambda: read(model, plain, "forward"))
     with torch.no_grad():
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.full_tensor(), q.detach(), msg=name)

@@ -48,5 +48,8 @@ class ShardSource(Protocol):
     def met(self) -> None:
         """Note that all ranks have come to a collective: what this rank has dropped before it, nobody reads any more."""
 
-    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
-        """Return this rank's shard of a flat buffer or of optimizer state, or a part of it: contiguous, on the CPU."""
+    def shard_to_send(self, part: ShardPart, before: bool) -> torch.Tensor:
+        """Return this rank's shard of a flat buffer or of optimizer state, or a part of it: contiguous, on the CPU.
+
+        `before`: as it was before the edits that may be taken back.
+        """

@@ -104,13 +104,14 @@ class LoneReads:
         assert partners is not None and service is not None
         members = c.topology.shard_group_of(c.world_rank)
         with contextlib.ExitStack() as stack:
-            for source in runtime.sources():
+            sources = runtime.sources()
+            for source in sources:
                 try:
                     self.reading = stack.enter_context(partners.reading(members, source, service.issued))
                     break
                 except DivergenceError:
-                    if source.key == runtime.key:
-                        raise  # else the others have changed the original since; they may have made the copy, too
+                    if source is sources[-1]:
+                        raise  # else the other ranks may have made the copy or the edits, too
             self._open = stack.pop_all()
         self.count += 1
         line = caller_line()
@@ -131,6 +132,7 @@ class LoneReads:
         idle = not (unit.running or unit.uses or unit.kept or unit.is_summoned)
         if idle and unit.state is State.FULL and unit.gathers and (unit.is_stale() or unit.outdated):
             self._reshard(unit)
+            unit.outdated = True  # the other ranks have to gather it, too, when all compute with it the next time
         for other in self._units:
             if other is not unit:
                 self._free(other)

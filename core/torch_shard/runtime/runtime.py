@@ -151,12 +151,16 @@ class Runtime:
             self.served.offer(self.service, key)
 
     def sources(self) -> list[ModelVersion]:
-        """Return the models that have the values of this one, the best to read from first.
+        """Return the versions from which the values of this model can be read, the best one first.
 
-        A deep copy may have been made by this rank alone. Until it is changed, its original has its values.
+        A deep copy may have been made by this rank alone; until it is changed, its original has its values. Edits may have been
+        made by this rank alone; where it knows their values in full, the other ranks have all others.
         """
-        own = ModelVersion(self.key, self.versions.finished, self.versions.line)
-        return [own] if self.copied_from is None or self.versions.changed else [self.copied_from, own]
+        versions, edits = self.versions, self.versions.edits
+        own = edits.known()
+        digest = edits.digest if own is None else edits.base
+        found = ModelVersion(self.key, versions.finished, digest, versions.line, own or {})
+        return [found] if self.copied_from is None or versions.changed else [self.copied_from, found]
 
     @property
     def service(self) -> Service | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,16 +59,24 @@ class ServedShards:
         if any(ref() is None for ref, _ in self._states):
             self._states = [(ref, state) for ref, state in self._states if ref() is not None]
 
-    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
+    def shard_to_send(self, part: ShardPart, before: bool) -> torch.Tensor:
         """Return this rank's shard of what a reader wants: contiguous, on the CPU. Called in any thread.
+
+        Args:
+            part: what the reader wants.
+            before: as it was before the edits that may be taken back.
 
         Raises:
             DivergenceError: no optimizer of this rank has the state, or several have.
         """
         flat = self.flats[part.unit][part.flat]
-        if part.form != "state":
-            return _sent(self.versions, flat.served, part)
-        return _sent_state(self.versions, [value._local for value in self._found(part)], part)
+        if part.form == "state":
+            return _sent_state(self.versions, [value._local for value in self._found(part)], part)
+        served = flat.served
+        if before:
+            _follow(self.versions, flat.memory)
+            served = replace(served, memory=flat.memory_before(self.versions.edits.before))
+        return _sent(self.versions, served, part)
 
     def has(self, part: ShardPart, own: ShardTensor) -> bool:
         """Return True if an optimizer of this rank has `own` as the state that `part` names."""
@@ -107,8 +116,10 @@ class LeftShards:
     def met(self) -> None:
         """Do nothing: all of this goes when the ranks meet."""
 
-    def shard_to_send(self, part: ShardPart) -> torch.Tensor:
+    def shard_to_send(self, part: ShardPart, before: bool) -> torch.Tensor:
         """See :meth:`ServedShards.shard_to_send`."""
+        if before:
+            raise DivergenceError("it was dropped there with other values.")
         if part.form != "state":
             return _sent(self.versions, self.shards[part.unit, part.flat], part)
         return _sent_state(self.versions, self.states.get((part.unit, part.flat, part.param, part.key), []), part)

@@ -154,6 +154,8 @@ class UnshardSchedule:
             self.units.values(), () if marks is None else marks.tolist(), strict=marks is not None
         ):
             unit.outdated = bool(changed)
+            if changed and not (unit.state is State.SHARDED or unit.running or unit.uses or unit.is_summoned):
+                self.reshard(unit)  # at one place on all ranks, or some would prefetch it
 
     def reshard(self, unit: Unit, for_backward: bool = False) -> None:
         """Reshard a unit; if backward may reach the unit without a trigger, only take part in its next unshard."""

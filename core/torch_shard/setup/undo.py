@@ -120,7 +120,7 @@ class Undo(contextlib.ExitStack):
         swapped.clear()
         unit = flat.unit()
         if unit is not None:  # free the shard before the next values need memory
-            unit.flats = [other for other in unit.flats if other is not flat]
+            unit.flats[:] = [other for other in unit.flats if other is not flat]
             unit.places = [place for place in unit.places if place[2] is not flat]
 
 

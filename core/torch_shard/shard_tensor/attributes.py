@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import NeedsGatherError
-from .dispatch import alias, changing
+from .changes import changing
+from .dispatch import alias
 from .spec import same_cut, shard_of_full
 from .tensor import ShardTensor
 from .unsharded_param import own_grad, set_own_grad
@@ -99,7 +100,7 @@ def set_data(param: ShardTensor, value: Any) -> None:
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
         # What Module.to() has copied unchanged is no edit: one rank alone may call it.
         if new is not local and not (isinstance(value, ShardTensor) and value._shard_state.still_equals(local)):
-            with changing([param]):
+            with changing([param], [value]):
                 local.copy_(new)
 
 

@@ -8,18 +8,18 @@ pointwise, and ``_foreach_norm`` is a ``_foreach_`` operator.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .changes import changing, remember
 from .reductions import REDUCTIONS, foreach_norm, unscale_and_check
 from .spec import ShardSpec, broadcast_shard, gather_error, same_cut, shard_of_full
 from .tensor import ShardTensor
 from .views import VIEWS, following, view
 
-__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "NEW_TENSORS", "RANDOM", "alias", "changing", "dispatch"]
+__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "NEW_TENSORS", "RANDOM", "alias", "dispatch"]
 
 _UNARY = """
 abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj_physical cos cosh deg2rad
@@ -69,6 +69,7 @@ _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_s
 NEW_TENSORS: frozenset[str] = _NEW | _RANDOM_LIKE
 """Operators that take shape, strides, dtype and device of a tensor for a new one."""
 
+_CLONES = frozenset({"clone", "_to_copy"})  # whose results have the values of their operand
 _ALIASES = frozenset({"detach", "alias", "lift_fresh", "lift"})
 
 
@@ -120,7 +121,7 @@ def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs:
     # The shards are 1-D, and the result's strides are those of the parameter, whatever was asked for.
     local_kwargs.pop("memory_format", None)
     if target is not None:
-        with changing([target]):
+        with changing([target], args[1:2] if base == "copy" else ()):
             func(*local_args, **local_kwargs)
             _count_edit(target)
         return target
@@ -134,23 +135,9 @@ def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs:
             result.device,
         ):  # "cpu:0" is another device than "cpu" to torch
             wrapped._shard_state.note_copy(source)
+    if base in _CLONES and result.dtype == args[0]._shard_state.local.dtype:
+        remember(wrapped, args[0])
     return wrapped
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def changing(targets: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the shards of parameters among `targets` are written to, as one change for partners that read."""
-    # Gradients and optimizer state, the targets of most operations, have no unit.
-    refs = {t._shard_state.unit_ref for t in targets if isinstance(t, ShardTensor)} - {None}
-    units = [unit for ref in refs if ref is not None and (unit := ref()) is not None]
-    if not units:
-        return _NOTHING
-    stack = contextlib.ExitStack()
-    for versions in dict.fromkeys(unit.runtime.versions for unit in units):
-        stack.enter_context(versions.change())
-    return stack
 
 
 def _count_edit(target: ShardTensor) -> None:
@@ -179,6 +166,8 @@ def alias(source: Any) -> ShardTensor:
     """Return another ShardTensor of the same shard; the alias of a parameter may be unsharded, too."""
     result = ShardTensor._wrap(source._local, source._spec, source._unit_ref)
     result._shard_state.origin = source._shard_state.origin
+    if source._unit_ref is None:
+        result._shard_state.copied_from = source._shard_state.copied_from
     return following(source, result)
 
 
@@ -270,7 +259,7 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
             raise gather_error((args, kwargs), func)
         return value  # a number, or one 0-dim tensor for the whole list
 
-    with changing(args[0] if in_place else ()):
+    with changing(args[0] if in_place else (), args[1] if name == "_foreach_copy_" else ()):
         result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
         if in_place:
             for t in args[0]:

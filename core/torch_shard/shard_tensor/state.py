@@ -14,6 +14,7 @@ import torch
 if TYPE_CHECKING:
     from ..comm.one_sided.partners import ShardPart
     from ..offload.pending_writes import PendingWrites
+    from .changes import Origin
     from .spec import ShardSpec
 
 __all__ = ["OWN_ATTRIBUTES", "STATE", "ShardState", "has_user_attributes", "is_unreduced"]
@@ -26,7 +27,8 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
 _SELDOM = {
-    "aside": None, "converted": False, "copy_of": None, "lost": False, "outdated": None, "state_of": None, "unreduced": False,
+    "aside": None, "converted": False, "copied_from": None, "copy_of": None, "lost": False, "outdated": None, "state_of": None,
+    "unreduced": False,
 }  # fmt: skip
 
 
@@ -40,6 +42,7 @@ class ShardState:
         flat: the 1-D tensor of which `local` is a part, beside other parameters' gradients; unset while `local` is.
         origin: weak reference to the unit of the parameter from which the tensor was computed.
         converted: the tensor is a parameter, converted to another dtype or device.
+        copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
         copy_of: the shard that the tensor copies as it is, and the versions of both, if a conversion changed nothing.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
         outdated: the optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
@@ -54,6 +57,7 @@ class ShardState:
     __slots__ = (
         "aside",
         "converted",
+        "copied_from",
         "copy_of",
         "flat",
         "local",
@@ -74,6 +78,7 @@ class ShardState:
     flat: torch.Tensor | None
     origin: weakref.ref[Any] | None
     converted: bool
+    copied_from: Origin | None
     copy_of: tuple[weakref.ref[torch.Tensor], int, int] | None
     unreduced: bool
     outdated: tuple[str, int] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -249,12 +249,24 @@ class FlatBuffer:
         with torch.no_grad():
             if self.quantizer is None:
                 self.read_into(self.full, reading, "sent")
+                self._take_own(self.full, reading)
                 return
             size, nbytes = self.collectives.size, self.quantizer.nbytes
             payloads = torch.empty(size, nbytes, dtype=torch.uint8, device=self.full.device)
             self.read_into(payloads.view(-1), reading, "sent")
             self._sent, self._edited = payloads[self.collectives.rank].clone(), None
             self.quantizer.decode(payloads, self.full.view(size, -1))
+            self._take_own(self.full, reading)
+
+    def read_stored(self, full: torch.Tensor, reading: Reading) -> None:
+        """Fill `full`, 1-D with one slot a rank, with the stored values."""
+        self.read_into(full, reading, "stored")
+        self._take_own(full, reading)
+
+    def _take_own(self, full: torch.Tensor, reading: Reading) -> None:
+        for i, slot in enumerate(self.layout.slots if reading.own else ()):
+            if slot.name in reading.own:
+                self.view(full, i).copy_(reading.own[slot.name].to(self.dtype))
 
     def read_into(self, full: torch.Tensor, reading: Reading, form: Literal["stored", "sent"]) -> None:
         """Fill `full`, 1-D with one slot a rank, with the ranks' shards in this form."""
@@ -268,7 +280,12 @@ class FlatBuffer:
 
         Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
         """
-        return self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.served.part)
+        values = self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.served.part)
+        name = self.layout.slots[index].name
+        if reading is not None and name in reading.own:
+            with torch.no_grad():
+                values.copy_(reading.own[name])
+        return values
 
     def read_state(self, part: ShardPart, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
         """Return optimizer state that is cut like a parameter of this buffer, as :meth:`read_parameter` returns parameters.
@@ -323,6 +340,15 @@ class FlatBuffer:
         """This rank's shard, as it is handed out to a rank that reads alone."""
         writes = None if self.host is None else self.host.pending_writes
         return ServedShard(self.memory, writes, self.compute, self.quantizer)
+
+    def memory_before(self, shards: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return a copy of this rank's slot in which parameters have other shards, given by name."""
+        memory = self.memory.detach().clone()
+        for i, slot in enumerate(self.layout.slots):
+            if slot.name in shards:
+                start, stop = self.layout.local_range(i, self.collectives.rank)
+                memory[start:stop].copy_(shards[slot.name])
+        return memory
 
     def keep_secondary_shard(self) -> None:
         """Copy the secondary shard out of the full buffer, which is freed next. Call under `gathering()`."""

@@ -28,7 +28,7 @@ def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -
     if reading is not None:
         with torch.inference_mode(False), torch.no_grad():
             full = _memory(flat, flat.dtype, memory)
-            flat.read_into(full, reading, "stored")
+            flat.read_stored(full, reading)
         return full
     return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
 

@@ -536,7 +536,7 @@ class Unit:
             )
         other = Unit(self.name, self.index, copy.deepcopy(self.runtime, memo))
         memo[id(self)] = other
-        other.flats = [flat.copy_for(other) for flat in self.flats]
+        other.flats += [flat.copy_for(other) for flat in self.flats]
         for mine, its in zip(self.params, other.params, strict=True):
             memo[id(mine)] = its
             adopt(its, mine)  # without `.grad`, as nn.Parameter is copied

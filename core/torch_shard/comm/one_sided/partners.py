@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,13 +43,16 @@ class ModelVersion:
 
     Attributes:
         key: by which all ranks know the model.
-        finished: how many changes have made it this version.
-        line: the line of user code that has made the latest one.
+        finished, digest: the version: how many changes have made it, and the edits since then (see :class:`.Versions`).
+        line: the line of user code that has made the latest change.
+        own: full values that this rank has in place of those of that version, by the parameters' names.
     """
 
     key: str
     finished: int
+    digest: int
     line: str
+    own: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Partners:
@@ -140,8 +143,8 @@ class Partners:
         others = [rank for rank in members if rank != self.rank]
         asked: list[int] = []
         try:
-            question = {"ask": "admit", "model": model.key, "version": model.finished, "seconds": self.seconds}
-            question["issued"] = issued
+            version = {"finished": model.finished, "digest": model.digest}
+            question = {"ask": "admit", "model": model.key, **version, "seconds": self.seconds, "issued": issued}
             for rank in others:
                 self.tell(rank, **question)
                 asked.append(rank)
@@ -152,7 +155,7 @@ class Partners:
                 raise
             for rank, answer in answers.items():
                 self._check(rank, answer, model)
-            yield Reading(self, list(members), model.key)
+            yield Reading(self, list(members), model)
         finally:
             for rank in asked:
                 with contextlib.suppress(MissingRankError):
@@ -176,8 +179,8 @@ class Partners:
             why = f"in {self.seconds:g} s" if outcome == "behind" else "and waits for this rank in something else"
             raise DivergenceError(
                 f"{where}, {after}, the latest at {model.line}, but rank {rank} has made {answer['finished']}, the latest at "
-                f"{answer['line']}, {why}. Change parameters on every rank: code under `if rank == 0` may read a model, and may "
-                "not copy an average's weights into it, for example."
+                f"{answer['line']}, {why}. Change parameters on every rank; one rank alone may only copy full tensors into them, "
+                "read the model, and copy their old values back."
             )
         if outcome == "unknown":
             raise DivergenceError(
@@ -190,11 +193,13 @@ class Reading:
     """A running one-sided read of one version of a model's shards.
 
     Attributes:
+        own: see :class:`ModelVersion`.
         bytes_read: how many bytes have come from other ranks.
     """
 
-    def __init__(self, partners: Partners, members: list[int], model: str) -> None:
-        self._partners, self._members, self._model = partners, members, model
+    def __init__(self, partners: Partners, members: list[int], model: ModelVersion) -> None:
+        self._partners, self._members, self._model = partners, members, model.key
+        self.own = model.own
         self.bytes_read = 0
 
     def fill(self, slots: Sequence[torch.Tensor], parts: Sequence[ShardPart]) -> None:

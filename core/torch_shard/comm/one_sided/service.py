@@ -135,10 +135,14 @@ class Service:
             self.served = time.monotonic()
             # The reader comes to no comparison while it waits for the answer.
             answer = source.versions.admit(
-                link, request["version"], request["seconds"], lambda: self.joined > request["issued"]
+                link,
+                request["finished"],
+                request["digest"],
+                request["seconds"],
+                lambda: self.joined > request["issued"],
             )
             if answer.outcome == "admitted":
-                admitted.append(source)
+                admitted.append((source, answer.before))
             wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
         elif kind == "shard":
             self._send_shard(link, request, admitted)
@@ -146,8 +150,8 @@ class Service:
         elif kind == "dismiss":
             leaving = self._source(request["model"])
             versions = None if leaving is None else leaving.versions
-            self._dismiss(link, [source for source in admitted if source.versions is versions])
-            admitted[:] = [source for source in admitted if source.versions is not versions]
+            self._dismiss(link, [found for found in admitted if found[0].versions is versions])
+            admitted[:] = [found for found in admitted if found[0].versions is not versions]
         elif kind == "presence":
             wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": self._ended.is_set()})
         elif kind == "farewell":
@@ -159,10 +163,11 @@ class Service:
         source = self._source(request["model"])
         try:
             # A model that has been dropped since then has left its versions, which readers lock.
-            if source is None or not any(source.versions is each.versions for each in admitted):
+            before = [before for each, before in admitted if source is not None and each.versions is source.versions]
+            if source is None or not before:
                 raise ShardError("the model is gone there, or may change meanwhile.")
             with torch.inference_mode(False), torch.no_grad():
-                shard = source.shard_to_send(ShardPart(**request["part"]))
+                shard = source.shard_to_send(ShardPart(**request["part"]), before[0])
         except Exception as error:  # the reader must hear of it, and this thread must not end
             logger.log(logging.DEBUG, "rank %d can't serve a read: %s", self.rank, error)
             known = isinstance(error, ShardError)
@@ -173,7 +178,7 @@ class Service:
 
     @staticmethod
     def _dismiss(link: socket.socket, admitted: list[Any]) -> None:
-        for source in admitted:
+        for source, _ in admitted:
             source.versions.dismiss(link)
 
     def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str) -> tuple[str, str]:
@@ -200,6 +205,8 @@ class Service:
     def _waits_in(self) -> str:
         """Return the place in which the main thread waits for other ranks; "" if it does not."""
         frame = frames_of_threads().get(self._main)
+        while frame is not None and frame.f_globals.get("__name__") == "threading":
+            frame = frame.f_back
         if frame is None:
             return "gone"
         name = frame.f_globals.get("__name__", "")

@@ -13,6 +13,7 @@ import torch
 
 from ...errors import MissingRankError
 from ..work import caller_line
+from .edits import Edits
 
 __all__ = ["CHANGED", "Admission", "Versions"]
 
@@ -28,23 +29,28 @@ class Admission:
     Attributes:
         outcome: "admitted"; "ahead" if the shards have changed since that version, or are changing; "behind" if they have not
             reached it in time; "stuck" if they never will, since this rank waits for the reader in something else.
-        finished: the version that the shards have.
-        line: the line of user code that has made the latest change, or makes one now.
+        finished: how many changes have made the version that the shards have.
+        line: the line of user code that has made the latest one, or makes one now.
+        before: the reader wants the shards as they were before the edits that may be taken back.
     """
 
     outcome: Literal["admitted", "ahead", "behind", "stuck"]
     finished: int
     line: str
+    before: bool = False
 
 
 class Versions:
     """Counts the changes of a model's shards: optimizer steps, edits and loads.
 
-    All ranks make the same changes, so that equal counts mean one version of the model. A change waits while readers are
-    admitted, and a reader is admitted between changes only. Changes are made by one thread; readers are served by others.
+    All ranks make the same changes, so that equal counts mean one version of the model. Edits whose values are known in full are
+    not counted, but named by these values, since one rank alone may make them and take them back (:class:`.Edits`). A change
+    waits while readers are admitted, and a reader is admitted between changes only. Changes are made by one thread; readers are
+    served by others.
 
     Attributes:
         finished: how many changes have ended.
+        edits: those since the latest of these.
         changed: whether there was any since the shards exist.
         line: the line of user code that has made the latest change, or makes one now.
         event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
@@ -58,12 +64,14 @@ class Versions:
         self._state = threading.Condition()
         self._readers: set[object] = set()
         self._depth = 0  # running changes, of which the outermost counts
+        self._edits_only = False  # the running change is noted in `edits`
         self._dirty = False  # a change inside the running one has ended
         self.settle: Callable[[], None] = lambda: (
             None
         )  # waits for ranks that may still come to read the present version
         self.line = "the start"
         self.finished = 0
+        self.edits = Edits()
         self.changed = False
 
     @property
@@ -72,22 +80,25 @@ class Versions:
         return self._depth > 0
 
     # -- changes ------------------------------------------------------------------------------------------------
-    def begin_change(self) -> None:
+    def begin_change(self, edits: bool = False) -> None:
         """Wait until nobody reads, and admit no reader from now on. Calls may be nested.
+
+        `edits`: what is changed will be noted in :attr:`edits`; readers of what was before may still come.
 
         Raises:
             MissingRankError: a read has not ended within the time that process groups wait; nothing has changed.
         """
         if not self._depth:
             line = caller_line()
-            self.settle()
+            if not edits:
+                self.settle()
             with self._state:
                 if not self._state.wait_for(lambda: not self._readers, self._seconds):
                     raise MissingRankError(
                         f"rank {self._rank} waited {self._seconds:g} s at {line} to change parameters, which another rank still "
                         "reads, perhaps inside engine.gathered() with a barrier in it. Leave gathered() before the barrier."
                     )
-                self._depth, self.line = 1, line
+                self._depth, self._edits_only, self.line = 1, edits, line
         else:
             self._depth += 1
 
@@ -99,11 +110,14 @@ class Versions:
             self._end()
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """Return a context in which the shards are changed."""
-        self.begin_change()
+    def change(self, edits: bool = False) -> Iterator[None]:
+        """Return a context in which the shards are changed. `edits`: see :meth:`begin_change`."""
+        self.begin_change(edits)
         try:
             yield
+        except BaseException:
+            self._edits_only = False  # some may have been made
+            raise
         finally:
             self.end_change()
 
@@ -135,6 +149,7 @@ class Versions:
         """
         with self._state:
             self.finished = 0
+            self.edits.forget()
             self._state.notify_all()
 
     def _end(self) -> None:
@@ -142,32 +157,42 @@ class Versions:
             self.event = torch.cuda.Event()
             self.event.record()
         with self._state:
-            self._depth, self._dirty, self.changed = 0, False, True
-            self.finished += 1
+            if not (self._edits_only and self._depth):
+                self.edits.close()
+                self.finished += 1
+            self._depth, self._dirty, self._edits_only, self.changed = 0, False, False, True
             self._state.notify_all()
 
     def note(self) -> tuple[int, str]:
         """Return the present version as an operation to note, by which ranks find that one has made other changes."""
-        return self.finished, f"{CHANGED}{self.finished} changes of the parameters, the latest at {self.line}"
+        text = f"{CHANGED}{self.finished} changes of the parameters, the latest at {self.line}"
+        return self.finished ^ self.edits.digest << 8, text
 
     # -- readers ------------------------------------------------------------------------------------------------
-    def admit(self, reader: object, version: int, seconds: float, waits_for_it: Callable[[], bool]) -> Admission:
-        """Admit a reader of `version`, once the shards have reached it, for at most `seconds`.
+    def admit(
+        self, reader: object, finished: int, digest: int, seconds: float, waits_for_it: Callable[[], bool]
+    ) -> Admission:
+        """Admit a reader of one version, once the shards have reached it, for at most `seconds`.
 
         Args:
+            reader: any object.
+            finished, digest: the version: how many changes have ended, and :attr:`.Edits.digest` or :attr:`.Edits.base`.
+            seconds: the longest time to wait.
             waits_for_it: whether this rank now waits for the reader's rank, so that it makes no more changes until then.
         """
-        deadline = time.monotonic() + seconds
+        deadline, edits = time.monotonic() + seconds, self.edits
         with self._state:
-            while self.finished < version:
+            while self.finished < finished or (
+                self.finished == finished and (self._edits_only or digest not in (edits.base, edits.digest))
+            ):
                 left = deadline - time.monotonic()
                 if left <= 0 or waits_for_it():
                     return Admission("behind" if left <= 0 else "stuck", self.finished, self.line)
                 self._state.wait(min(left, _LOOK))
-            if self.finished > version or self._depth:
+            if self.finished > finished or self._depth:
                 return Admission("ahead", self.finished, self.line)
             self._readers.add(reader)
-            return Admission("admitted", self.finished, self.line)
+            return Admission("admitted", self.finished, self.line, digest != edits.digest)
 
     def dismiss(self, reader: object) -> None:
         """End the reads of a reader, if it was admitted."""

@@ -1,0 +1,112 @@
+"""Changes of sharded parameters in place, as partners that read see them: one change, or edits whose values are known."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .tensor import ShardTensor
+
+if TYPE_CHECKING:
+    from ..comm.one_sided.versions import Versions
+
+__all__ = ["Origin", "changing", "remember"]
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Origin(NamedTuple):
+    """What a copy of a parameter's shard was made of (see :mod:`torch_shard.comm.one_sided.edits`).
+
+    Attributes:
+        versions: of the model, by a weak reference.
+        name: the parameter.
+        finished, base, number: the version of the model, and the number of the parameter's values in it.
+        copied: the version counter of the copy.
+    """
+
+    versions: weakref.ref[Versions]
+    name: str
+    finished: int
+    base: int
+    number: int
+    copied: int
+
+
+def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the shards of parameters among `targets` are written to, as one change for partners that read.
+
+    `sources`: what is copied into the targets, one each; empty for any other change.
+    """
+    # Gradients and optimizer state, the targets of most operations, have no unit.
+    found: dict[Versions, list[tuple[ShardTensor, Any]]] = defaultdict(list)
+    for target, source in zip(targets, sources or repeat(None)):  # noqa: B905 (one of them may be endless)
+        if isinstance(target, ShardTensor) and (unit := target._unit) is not None:
+            found[unit.runtime.versions].append((target, source))
+    if not found:
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for versions, pairs in found.items():
+        values = [_values(target, source, versions) for target, source in pairs] if sources else [None]
+        if None in values:
+            stack.enter_context(versions.change())
+            versions.edits.touch(pairs[0][0]._spec.name)
+        else:
+            stack.enter_context(_edit(versions, [target for target, _ in pairs], values))
+    return stack
+
+
+@contextlib.contextmanager
+def _edit(versions: Versions, targets: list[ShardTensor], values: list[Any]) -> Iterator[None]:
+    with versions.change(edits=True):
+        edits = versions.edits
+        for target in targets:
+            edits.keep(target._spec.name, target._local)
+        yield
+        for target, value in zip(targets, values, strict=True):
+            if isinstance(value, torch.Tensor):
+                edits.put(target._spec.name, value)
+            else:
+                edits.put_back(target._spec.name, value)
+
+
+def _values(target: ShardTensor, source: Any, versions: Versions) -> torch.Tensor | int | None:
+    """Return the values that `source`, copied into `target`, gives a parameter; None if they are not known in full.
+
+    They are a full plain tensor, or the number of values that the parameter had before.
+    """
+    spec = target._spec
+    if not isinstance(source, torch.Tensor) or not _is_whole(target) or spec.part is not None:
+        return None
+    if not isinstance(source, ShardTensor):
+        return source if source.shape == spec.shape else None
+    origin = source._shard_state.copied_from
+    if origin is None or origin.versions() is not versions or origin.copied != source._local._version:
+        return None
+    same = (origin.name, origin.finished, origin.base) == (spec.name, versions.finished, versions.edits.base)
+    return origin.number if same else None
+
+
+def remember(copy: ShardTensor, source: Any) -> None:
+    """Note that `copy` has just been made of `source`, a parameter or another copy of one, whose values it has."""
+    state, unit = source._shard_state, source._unit
+    if unit is not None and _is_whole(source):
+        versions = unit.runtime.versions
+        number = versions.edits.number(source._spec.name)
+        ref, at = weakref.ref(versions), (versions.finished, versions.edits.base)
+        copy._shard_state.copied_from = Origin(ref, source._spec.name, *at, number, copy._local._version)
+    elif (origin := state.copied_from) is not None and origin.copied == source._local._version:
+        copy._shard_state.copied_from = origin._replace(copied=copy._local._version)
+
+
+def _is_whole(param: ShardTensor) -> bool:
+    """Return True if an alias of a parameter is none of a part of it."""
+    unit: Any = param._unit
+    flat, index = unit.find(param)
+    return flat.params[index]._spec is param._spec
