@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import NeedsGatherError
-from .changes import changing
+from .changes import changing, has_values_of
 from .dispatch import alias
 from .spec import same_cut, shard_of_full
 from .tensor import ShardTensor
@@ -99,7 +99,7 @@ def set_data(param: ShardTensor, value: Any) -> None:
     with torch.no_grad():
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
         # What Module.to() has copied unchanged is no edit: one rank alone may call it.
-        if new is not local and not (isinstance(value, ShardTensor) and value._shard_state.still_equals(local)):
+        if new is not local and not has_values_of(value, param):
             with changing([param], [value]):
                 local.copy_(new)
 

@@ -16,7 +16,7 @@ from .tensor import ShardTensor
 if TYPE_CHECKING:
     from ..comm.one_sided.versions import Versions
 
-__all__ = ["Origin", "changing", "remember"]
+__all__ = ["Origin", "changing", "has_values_of", "remember"]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -60,6 +60,15 @@ def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.
         else:
             stack.enter_context(_edit(versions, [target for target, _ in pairs], values))
     return stack
+
+
+def has_values_of(value: Any, param: ShardTensor) -> bool:
+    """Return True if `value` is a copy of `param` of the same dtype, and neither has changed since then."""
+    if not isinstance(value, ShardTensor) or (unit := param._unit) is None:
+        return False
+    versions = unit.runtime.versions
+    number = _values(param, value, versions)
+    return isinstance(number, int) and number == versions.edits.number(param._spec.name)
 
 
 @contextlib.contextmanager

@@ -129,12 +129,6 @@ def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs:
     wrapped = ShardTensor._wrap(result, spec)
     if name == "_to_copy":
         wrapped._shard_state.converted = True  # see ShardTensor.__tensor_flatten__
-        source = args[0]._shard_state.local
-        if (source.dtype, source.device) == (
-            result.dtype,
-            result.device,
-        ):  # "cpu:0" is another device than "cpu" to torch
-            wrapped._shard_state.note_copy(source)
     if base in _CLONES and result.dtype == args[0]._shard_state.local.dtype:
         remember(wrapped, args[0])
     return wrapped

@@ -27,7 +27,7 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
 _SELDOM = {
-    "aside": None, "converted": False, "copied_from": None, "copy_of": None, "lost": False, "outdated": None, "state_of": None,
+    "aside": None, "converted": False, "copied_from": None, "lost": False, "outdated": None, "state_of": None,
     "unreduced": False,
 }  # fmt: skip
 
@@ -43,7 +43,6 @@ class ShardState:
         origin: weak reference to the unit of the parameter from which the tensor was computed.
         converted: the tensor is a parameter, converted to another dtype or device.
         copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
-        copy_of: the shard that the tensor copies as it is, and the versions of both, if a conversion changed nothing.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
         outdated: the optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
@@ -58,7 +57,6 @@ class ShardState:
         "aside",
         "converted",
         "copied_from",
-        "copy_of",
         "flat",
         "local",
         "lost",
@@ -79,7 +77,6 @@ class ShardState:
     origin: weakref.ref[Any] | None
     converted: bool
     copied_from: Origin | None
-    copy_of: tuple[weakref.ref[torch.Tensor], int, int] | None
     unreduced: bool
     outdated: tuple[str, int] | None
     lost: bool
@@ -126,17 +123,6 @@ class ShardState:
             if not self.is_here:
                 self.local = local
         self.waits_for = self.aside = None
-
-    def note_copy(self, local: torch.Tensor) -> None:
-        """Note that this tensor, which has just been made, is a copy of the shard `local`."""
-        self.copy_of = weakref.ref(local), local._version, self.local._version
-
-    def still_equals(self, local: torch.Tensor) -> bool:
-        """True if this tensor is a copy of the shard `local`, and neither has changed since then."""
-        if self.copy_of is None:
-            return False
-        source, version, own_version = self.copy_of
-        return source() is local and (version, own_version) == (local._version, self.local._version)
 
     def copy_marks(self, other: ShardState) -> None:
         """Take over what `other` knows of the gradient or result of which this tensor is a copy."""
