@@ -196,6 +196,23 @@ def test_a_lone_read_is_an_error_where_the_values_are_not_known(rank, case):
         values(sharded)
 
 
+@ranks(2)
+def test_tensors_that_fill_a_model_one_by_one_are_let_go(rank):
+    """On each rank all of them together would be the memory that sharding saves."""
+    sharded, engine, _ = made()
+    edits = engine._runtime.versions.edits
+    for n, p in enumerate(sharded.parameters()):
+        p.data.copy_(torch.full(p.shape, float(n + 1)))
+        assert len(edits._sources) <= 1
+    kept = [torch.full(p.shape, float(n + 1)) for n, p in enumerate(sharded.parameters())]
+    for p, value in zip(sharded.parameters(), kept, strict=True):
+        p.data.copy_(value)
+    sharded.train()
+    sharded(TOKENS).square().mean().backward()
+    assert not edits._sources
+    assert not edits.before
+
+
 @ranks(3)
 def test_each_rank_reads_the_values_that_it_has_itself(rank):
     sharded, _, plain = made()

@@ -302,6 +302,7 @@ class Runtime:
                 for code, text in (*noted, self.versions.note()):
                     self.operations.note(code, text)
                 found = self.operations.check(what, changes)
+                self.versions.agreed()
         except BaseException:
             self.session, self.schedule.fresh = False, fresh
             raise

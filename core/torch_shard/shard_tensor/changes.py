@@ -53,8 +53,9 @@ def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.
         return _NOTHING
     stack = contextlib.ExitStack()
     for versions, pairs in found.items():
-        values = [_values(target, source, versions) for target, source in pairs] if sources else [None]
-        if None in values:
+        known = sources and not versions.changing  # what is part of another change is no edit
+        values = [_values(target, source, versions) for target, source in pairs] if known else [None]
+        if any(value is None for value in values):
             stack.enter_context(versions.change())
             versions.edits.touch(pairs[0][0]._spec.name)
         else:
@@ -75,8 +76,7 @@ def has_values_of(value: Any, param: ShardTensor) -> bool:
 def _edit(versions: Versions, targets: list[ShardTensor], values: list[Any]) -> Iterator[None]:
     with versions.change(edits=True):
         edits = versions.edits
-        for target in targets:
-            edits.keep(target._spec.name, target._local)
+        edits.begin({target._spec.name: target._local for target in targets})
         yield
         for target, value in zip(targets, values, strict=True):
             if isinstance(value, torch.Tensor):

@@ -152,6 +152,12 @@ class Versions:
             self.edits.forget()
             self._state.notify_all()
 
+    def agreed(self) -> None:
+        """Note that all ranks have this version: they have made the same edits, and none will take them back alone."""
+        if self.edits.before:
+            with self._state:
+                self.edits.close()
+
     def _end(self) -> None:
         if self._on_cuda:
             self.event = torch.cuda.Event()
