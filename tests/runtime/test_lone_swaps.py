@@ -173,6 +173,22 @@ def test_weights_that_are_not_those_of_before_are_not_trained_with(rank, strateg
         train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
 
 
+@ranks(2)
+def test_full_tensors_that_differ_in_their_shapes_only(rank):
+    sharded, _, plain = made()
+    both = (sharded, plain)
+    stored = [[p.detach().clone() for p in model.parameters()] for model in both]
+    if rank == 0:
+        for model in both:
+            by_foreach(list(model.parameters()), [torch.zeros(p.shape) for p in model.parameters()])
+        same(file_of(sharded), plain.state_dict())
+        for model, before in zip(both, stored, strict=True):
+            swapped(model, before)
+    for model in both:
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same(values(sharded), values(plain))
+
+
 @pytest.mark.parametrize("case", ["an operation", "a source that has changed", "a step of the others"])
 @ranks(2)
 def test_a_lone_read_is_an_error_where_the_values_are_not_known(rank, case):

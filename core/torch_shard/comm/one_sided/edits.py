@@ -36,8 +36,8 @@ class Edits:
         self.base = 0
         self.before: dict[str, torch.Tensor] = {}
         self._numbers: dict[str, int] = {}
-        self._sources: dict[int, torch.Tensor] = {}  # full plain tensors, by their numbers
-        self._latest: list[int] = []  # those of the latest edit
+        self._sources: dict[tuple[str, int], torch.Tensor] = {}  # full plain tensors, by parameters and numbers
+        self._latest: list[tuple[str, int]] = []  # those of the latest edit
 
     def number(self, name: str) -> int:
         """Return the number of the values that a parameter has."""
@@ -55,17 +55,17 @@ class Edits:
             if name not in self.before:
                 self.before[name] = shard.detach().clone()
         # A script that fills a model with one tensor after the other lets go of each: the memory of all would be too much.
-        for number in self._latest:
-            if number in self._sources and _only_here(self._sources[number]):
-                del self._sources[number]
+        for key in self._latest:
+            if key in self._sources and _only_here(self._sources[key]):
+                del self._sources[key]
         self._latest = []
 
     def put(self, name: str, source: torch.Tensor) -> None:
         """Note that the full tensor `source` was copied into a parameter."""
         # No weak reference: what a script copies from is often a tensor of the moment, such as `average.to(device).data`.
-        number = self._numbers[name] = checksum(source)
-        self._sources[number] = source.detach()
-        self._latest.append(number)
+        key = name, checksum(source)
+        self._numbers[name], self._sources[key] = key[1], source.detach()
+        self._latest.append(key)
 
     def put_back(self, name: str, number: int) -> None:
         """Note that a copy of the values with this number, which the parameter had before, was copied into it."""
@@ -77,11 +77,10 @@ class Edits:
 
     def known(self) -> dict[str, torch.Tensor] | None:
         """Return the full values of all edited parameters, by name; None if some are not known (any more)."""
-        found = {name: self._sources.get(number) for name, number in self._numbers.items()}
-        for name, source in found.items():
-            if source is None or checksum(source) != self._numbers[name]:  # it was edited since it was copied
-                return None
-        return found  # type: ignore[return-value]
+        found = {name: self._sources[name, n] for name, n in self._numbers.items() if (name, n) in self._sources}
+        if len(found) < len(self._numbers) or any(checksum(found[name]) != self._numbers[name] for name in found):
+            return None  # also if one was edited since it was copied
+        return found
 
     def touch(self, name: str) -> None:
         """Note that the running change is one of other kind, of the parameter `name` among others."""
@@ -94,7 +93,8 @@ class Edits:
 
     def forget(self) -> None:
         """Begin anew with values that all ranks have."""
-        self.__init__()  # type: ignore[misc]
+        self.close()
+        self.base = 0
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -66,9 +66,8 @@ class Versions:
         self._depth = 0  # running changes, of which the outermost counts
         self._edits_only = False  # the running change is noted in `edits`
         self._dirty = False  # a change inside the running one has ended
-        self.settle: Callable[[], None] = lambda: (
-            None
-        )  # waits for ranks that may still come to read the present version
+        # Waits for ranks that may still come to read the present version.
+        self.settle: Callable[[], None] = lambda: None
         self.line = "the start"
         self.finished = 0
         self.edits = Edits()
