@@ -45,7 +45,8 @@ OPTIMIZERS = {
 def test_state_is_read_and_written_alone_as_plain_torch_has_it(
     rank: int, strategy: str, optimizer: str, where: str
 ) -> None:
-    sharded, engine, plain = made(strategy)
+    # Batch norm takes a bias before it out again: its gradient is rounding errors, which Adam makes steps of.
+    sharded, engine, plain = made(strategy, norm=nn.LayerNorm)
     mine, theirs = (OPTIMIZERS[optimizer](list(model.parameters())) for model in (sharded, plain))
     for _ in range(2):
         for model, own in ((sharded, mine), (plain, theirs)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from compare.case import Job, case
@@ -39,3 +41,37 @@ def uneven_validation(job: Job) -> None:
             for number in range(3 if job.rank == 0 else 1):
                 job.see(f"validation {number}", model(job.batch(50 + number, shared=True)))
         model.train()
+
+
+@case(
+    "`if rank == 0:` around an evaluation with averaged weights, which are then taken out again",
+    test="test_one_rank_reads_averaged_weights_and_training_goes_on_without_them",
+)
+def averages_alone(job: Job) -> None:
+    plain = MLP()
+    average = [torch.full_like(p, 0.1) for p in plain.parameters()]
+    model, optimizer = job.prepare(plain)
+    for step, x in enumerate(job.batches(3)):
+        job.train(model, optimizer, x)
+        if job.rank == 0:
+            params = list(job.unwrapped(model).parameters())
+            before = [p.detach().clone() for p in params]
+            for p, value in zip(params, average, strict=True):
+                p.data.copy_(value)
+            with torch.no_grad():
+                job.see(f"output after step {step}", model(job.batch(50, shared=True)))
+            for p, value in zip(params, before, strict=True):
+                p.data.copy_(value)
+
+
+@case(
+    "`if rank == 0:` around a forward of `copy.deepcopy(model)`",
+    test="test_a_copy_that_only_this_rank_has_made_is_read_from_the_original",
+)
+def copy_alone(job: Job) -> None:
+    model, optimizer = job.prepare(MLP())
+    for step, x in enumerate(job.batches(3)):
+        job.train(model, optimizer, x)
+        if job.rank == 0:
+            with torch.no_grad():
+                job.see(f"output after step {step}", copy.deepcopy(job.unwrapped(model))(job.batch(50, shared=True)))

@@ -26,6 +26,16 @@ def adamw(job: Job) -> None:
     _train(job, lambda m: O.AdamW(m.parameters(), lr=0.01))
 
 
+@case("RMSprop", test="test_an_optimizer_steps_as_on_the_plain_model")
+def rmsprop(job: Job) -> None:
+    _train(job, lambda m: O.RMSprop(m.parameters(), lr=0.01, momentum=0.9))
+
+
+@case("Adagrad, whose state is made with it", test="test_an_optimizer_steps_as_on_the_plain_model")
+def adagrad(job: Job) -> None:
+    _train(job, lambda m: O.Adagrad(m.parameters(), lr=0.01))
+
+
 @case("Adafactor", test="optim/test_matrix_steps.py")
 def adafactor(job: Job) -> None:
     _train(job, lambda m: O.Adafactor(m.parameters(), lr=0.01))
