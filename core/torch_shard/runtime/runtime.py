@@ -84,7 +84,8 @@ class Runtime:
         self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
         # Of the shards.
-        self.versions = Versions(collectives.device, collectives.world_rank, group_timeout(collectives.device))
+        timeout, alone = group_timeout(collectives.device), config.alone != "error" and collectives.world > 1
+        self.versions = Versions(collectives.device, collectives.world_rank, timeout, alone)
         if channel is not None:
             self.versions.settle = functools.partial(channel.groups.comparisons.settle, collectives.watchdog.timeout)
         # The load that has to follow makes the versions equal again.

@@ -53,7 +53,7 @@ def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.
         return _NOTHING
     stack = contextlib.ExitStack()
     for versions, pairs in found.items():
-        known = sources and not versions.changing  # what is part of another change is no edit
+        known = sources and versions.tracks_edits and not versions.changing  # what is part of another change is no edit
         values = [_values(target, source, versions) for target, source in pairs] if known else [None]
         if any(value is None for value in values):
             stack.enter_context(versions.change())

@@ -51,12 +51,13 @@ class Versions:
     Attributes:
         finished: how many changes have ended.
         edits: those since the latest of these.
+        tracks_edits: one rank alone may make edits; else they are changes like all others.
         changed: whether there was any since the shards exist.
         line: the line of user code that has made the latest change, or makes one now.
         event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
     """
 
-    def __init__(self, device: torch.device, rank: int, seconds: float) -> None:
+    def __init__(self, device: torch.device, rank: int, seconds: float, tracks_edits: bool) -> None:
         """`rank`: this rank, for messages; `seconds`: how long a change waits for readers."""
         self._rank, self._seconds = rank, seconds
         self._on_cuda = device.type == "cuda"
@@ -71,6 +72,7 @@ class Versions:
         self.line = "the start"
         self.finished = 0
         self.edits = Edits()
+        self.tracks_edits = tracks_edits
         self.changed = False
 
     @property
