@@ -5,11 +5,13 @@
 #   PIP_ARGS  further arguments for pip, for example PyTorch's own wheels:
 #             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   OUTSIDE   folder of other people's programs, and OUTSIDE_SOURCES: one of checked-out repositories; for make outside
+#   WORKERS   processes that run tests side by side, each with ranks of its own
 #   ARGS      arguments for the program that the target runs: make test ARGS="-k layout -x"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
@@ -35,7 +37,7 @@ help:
 	@echo "make outside    other people's programs, unedited, under DDP and sharded; ends with a table"
 	@echo "make compare    peculiar scripts under DDP, FSDP1, FSDP2, ZeRO-3 and this engine (docs/compared.md)"
 	@echo "make mutants    what the tests fail to notice: mutated engines (hours; goes on where it stopped)"
-	@echo "Variables: PYTHON, TORCH, PIP_ARGS, ARGS, OUTSIDE, OUTSIDE_SOURCES (see the top of the Makefile)"
+	@echo "Variables: PYTHON, TORCH, PIP_ARGS, WORKERS, ARGS, OUTSIDE, OUTSIDE_SOURCES (see the top of the Makefile)"
 
 setup: $(STAMP)
 
@@ -45,12 +47,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)' -e '.[dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
+# Tests wait a good deal, for ranks and for processes to start. A file stays with one worker, which keeps its ranks alive.
 test: $(STAMP)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 	@$(MAKE) --no-print-directory test-wheel
 
 test-all: $(STAMP)
-	$(RUN) -m pytest -m 'not outside' $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile -m 'not outside' $(ARGS)
 	@$(MAKE) --no-print-directory test-wheel
 
 # An editable install makes the whole repository importable and so hides what the wheel lacks. Here
