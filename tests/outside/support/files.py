@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ __all__ = ["Pixels", "read", "without_dates"]
 
 # Keys of logs whose values are times.
 _TIMES = re.compile(r"(runtime|per_second|_time|_seconds|elapsed|time)$")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d(\.\d+)?|\b1\d{9}\.\d+\b")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d([.,]\d+)?|\b1\d{9}\.\d+\b")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -42,9 +44,27 @@ def _safetensors(path: Path) -> Any:
         return {"metadata": file.metadata(), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
 
 
+@functools.cache
+def _made_class(module: str, name: str) -> type:
+    return type(name, (), {"__module__": module})
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of classes of a program, which can't be imported here, with their attributes only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except ImportError:
+            return _made_class(module, name)
+
+
+_pickle = types.SimpleNamespace(**{**vars(pickle), "Unpickler": _Unpickler})
+
+
 def _torch(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_pickle)
     except (RuntimeError, pickle.UnpicklingError):
         return pickle.loads(path.read_bytes())
 

@@ -23,6 +23,7 @@ class Switch:
         ours: the command under this package.
         ddp_arguments: arguments of the program itself that only the DDP run gets.
         our_arguments: the same for this package, such as ``strategy=shard``.
+        ddp_stand_ins: files in ``stand_ins`` for the DDP run alone, where a program names a strategy that is not DDP.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Switch:
     ours: Sequence[str]
     ddp_arguments: Sequence[str] = ()
     our_arguments: Sequence[str] = ()
+    ddp_stand_ins: Sequence[str] = ()
 
 
 # Without --multi_gpu the launcher starts one process on a machine without GPUs; ACCELERATE_USE_CPU tells processes of the CPU.
