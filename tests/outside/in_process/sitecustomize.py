@@ -84,7 +84,8 @@ def _watch_torch(torch: ModuleType) -> None:
     @functools.wraps(backward)
     def recorded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
-            if tensor.numel() == 1:  # reentrant checkpointing calls it, too, with activations
+            # Reentrant checkpointing calls it, too, with activations; to count operations is done on the device meta.
+            if tensor.numel() == 1 and not tensor.is_meta:
                 _record("loss", float(tensor.detach()))
         return backward(tensors, *args, **kwargs)
 

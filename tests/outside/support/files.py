@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import pickle
@@ -16,7 +17,7 @@ import torch
 __all__ = ["Pixels", "read", "without_dates"]
 
 # Keys of logs whose values are times.
-_TIMES = re.compile(r"(runtime|per_second|_time|_seconds|elapsed|time)$")
+_TIMES = re.compile(r"(runtime|per_second|per_sec|_time|_seconds|elapsed|time)$")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d([.,]\d+)?|\b1\d{9}\.\d+\b")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
 
@@ -66,7 +67,11 @@ def _torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_pickle)
     except (RuntimeError, pickle.UnpicklingError):
+        pass
+    try:
         return pickle.loads(path.read_bytes())
+    except pickle.UnpicklingError:  # the name says nothing: data of some format
+        return _text(path)
 
 
 def _json(path: Path) -> Any:
@@ -75,6 +80,19 @@ def _json(path: Path) -> Any:
 
 def _json_lines(path: Path) -> Any:
     return [_without_times(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _csv(path: Path) -> Any:
+    """Return the lines of a table by column, with numbers where they are."""
+    with path.open(newline="") as file:
+        return [{key: _parsed(value) for key, value in _without_times(line).items()} for line in csv.DictReader(file)]
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return text
 
 
 def _without_times(tree: Any) -> Any:
@@ -137,6 +155,7 @@ _READERS: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar"), _torch),
     ".json": _json,
     ".jsonl": _json_lines,
+    ".csv": _csv,
     ".png": _image,
     ".npy": _numpy,
 }
