@@ -116,6 +116,14 @@ def _numpy(path: Path) -> Any:
     return torch.from_numpy(numpy.load(path))
 
 
+def _sound(path: Path) -> Any:
+    import numpy
+    import scipy.io.wavfile
+
+    rate, samples = scipy.io.wavfile.read(path)
+    return {"rate": rate, "samples": torch.from_numpy(numpy.array(samples))}
+
+
 def _events(path: Path) -> Any:
     """Return a TensorBoard log by tag: scalars, and the pixels of images."""
     import io
@@ -158,4 +166,5 @@ _READERS: dict[str, Callable[[Path], Any]] = {
     ".csv": _csv,
     ".png": _image,
     ".npy": _numpy,
+    ".wav": _sound,
 }

@@ -82,6 +82,9 @@ def run(
         found.folder.mkdir()
     for name in program.beside:
         shutil.copy(Path(command[-1]).parent / name, found.folder / name)
+    imports = [found.folder / name for name in program.imports_from]
+    if imports and "OUTSIDE_PACKAGES" in os.environ:
+        imports.append(Path(os.environ["OUTSIDE_PACKAGES"]))
     environment = {
         **{name: os.environ[name] for name in _KEPT if name in os.environ},
         "HOME": str(place / "home"),
@@ -94,7 +97,7 @@ def run(
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join(map(str, (_HERE / "in_process", ROOT / "core", ROOT))),
+        "PYTHONPATH": os.pathsep.join(map(str, (_HERE / "in_process", ROOT / "core", ROOT, *imports))),
         "OUTSIDE_RECORD": str(record),
         "OUTSIDE_STAND_INS": os.pathsep.join(
             str(_HERE / "stand_ins" / f"{name}.py") for name in (*program.stand_ins, *stand_ins)

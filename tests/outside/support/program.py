@@ -80,6 +80,7 @@ class Program:
         ranks: number of processes.
         stand_ins: names of files in ``stand_ins``.
         environment: variables for both runs.
+        imports_from: folders below the working directory from which it imports, before all others. ``OUTSIDE_PACKAGES`` follows.
         tolerance: how far numbers may be apart.
         not_compared: patterns of paths of files, each with the reason why these can't be equal.
         losses: True to compare losses; False for a program without a backward.
@@ -97,6 +98,7 @@ class Program:
     ranks: int = 2
     stand_ins: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    imports_from: Sequence[str] = ()
     tolerance: Tolerance = Tolerance()
     not_compared: Mapping[str, str] = field(default_factory=dict)
     losses: bool = True
