@@ -4,7 +4,8 @@
 #   TORCH     requirement for torch
 #   PIP_ARGS  further arguments for pip, for example PyTorch's own wheels:
 #             make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
-#   OUTSIDE   folder of other people's programs, and OUTSIDE_SOURCES: one of checked-out repositories; for make outside
+#   OUTSIDE   folder of other people's programs, and OUTSIDE_SOURCES: one of checked-out repositories; for make outside.
+#             OUTSIDE_PACKAGES: one of packages that only some of them need
 #   WORKERS   processes that run tests side by side, each with ranks of its own
 #   ARGS      arguments for the program that the target runs: make test ARGS="-k layout -x"
 
@@ -37,7 +38,7 @@ help:
 	@echo "make outside    other people's programs, unedited, under DDP and sharded; ends with a table"
 	@echo "make compare    peculiar scripts under DDP, FSDP1, FSDP2, ZeRO-3 and this engine (docs/compared.md)"
 	@echo "make mutants    what the tests fail to notice: mutated engines (hours; goes on where it stopped)"
-	@echo "Variables: PYTHON, TORCH, PIP_ARGS, WORKERS, ARGS, OUTSIDE, OUTSIDE_SOURCES (see the top of the Makefile)"
+	@echo "Variables: PYTHON, TORCH, PIP_ARGS, WORKERS, ARGS, OUTSIDE, OUTSIDE_SOURCES, OUTSIDE_PACKAGES (see the top)"
 
 setup: $(STAMP)
 

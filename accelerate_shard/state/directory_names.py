@@ -14,7 +14,7 @@ from torch_shard.log import logger
 
 from .files import is_checkpoint
 
-__all__ = ["followed", "prune", "siblings", "source", "target"]
+__all__ = ["as_named", "followed", "prune", "siblings", "source", "target"]
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -79,6 +79,13 @@ def source(accelerator: Any, input_dir: Any) -> Path:
     if not found:
         raise CheckpointError(f"there is no checkpoint in {_home(accelerator)}.")
     return found[-1]
+
+
+def as_named(accelerator: Any, input_dir: Any, folder: Path) -> str:
+    """Return the name by which stock Accelerate has the folder that `source` has found; it may be relative."""
+    if input_dir is not None:
+        return os.path.expanduser(os.fspath(input_dir))
+    return os.path.join(accelerator.project_dir, "checkpoints", folder.name)
 
 
 def _hint(folder: Path) -> str:

@@ -80,8 +80,13 @@ def after_save_hooks(
     return ranks.each(follow)
 
 
-def after_load_hooks(accelerator: Any, ranks: Ranks, folder: Path) -> list[int]:
+def after_load_hooks(accelerator: Any, ranks: Ranks, folder: str) -> list[int]:
     """Call the load hooks, and find out which models are left to be loaded, by number. Collective.
+
+    Args:
+        accelerator: its hooks get its models and `folder`.
+        ranks: the ranks of the operation.
+        folder: the checkpoint's folder, as the program has named it: a hook may write the name down.
 
     Raises:
         DivergenceError: the hooks have left others on some ranks.
@@ -90,7 +95,7 @@ def after_load_hooks(accelerator: Any, ranks: Ranks, folder: Path) -> list[int]:
     def call() -> list[int]:
         left = list(accelerator._models)
         for hook in list(accelerator._load_model_state_pre_hook.values()):
-            hook(left, str(folder))
+            hook(left, folder)
         numbers = {id(model): number for number, model in enumerate(accelerator._models)}
         return [numbers[id(model)] for model in left if id(model) in numbers]
 

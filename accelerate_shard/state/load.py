@@ -48,7 +48,7 @@ def load_state(accelerator: Any, input_dir: Any, load_kwargs: dict[str, Any] | N
     small = ranks.each(find, key=lambda found: (str(found.folder), (found.folder / SHARDED).is_dir()))
     load = _Load(prepared, ranks, small, strict, dtype)
     load.check_files()
-    load.left = after_load_hooks(accelerator, ranks, small.folder)
+    load.left = after_load_hooks(accelerator, ranks, directory_names.as_named(accelerator, input_dir, small.folder))
     load.run()
     step = ranks.broadcast(ranks.each(small.apply))
     if step is not None:

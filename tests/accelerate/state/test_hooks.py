@@ -9,6 +9,7 @@ import os
 import peft
 import pytest
 import torch
+from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -95,8 +96,23 @@ def test_hooks_get_what_stock_accelerate_gives_them(kind, tmp_path):
         acc.save_state(str(tmp_path / "c"))
         acc.wait_for_everyone()
         acc.load_state(str(tmp_path / "c"))
+        relative = os.path.relpath(tmp_path / "c")
+        acc.load_state(relative)
         plain = [acc.unwrap_model(one), acc.unwrap_model(two)]
-        assert calls == [(plain, 2), (plain, str(tmp_path / "c"))]
+        assert calls == [(plain, 2), (plain, str(tmp_path / "c")), (plain, relative)]
+
+
+@pytest.mark.parametrize("kind", [STOCK, OURS])
+@ranks(2)
+def test_hooks_get_a_relative_name_of_an_automatic_checkpoint(kind, tmp_path):
+    calls, home = [], os.path.relpath(tmp_path)
+    with accelerator(kind, project_config=ProjectConfiguration(home, automatic_checkpoint_naming=True)) as acc:
+        acc.prepare(net(0))
+        acc.register_load_state_pre_hook(lambda models, folder: calls.append(folder))
+        acc.save_state()
+        acc.wait_for_everyone()
+        acc.load_state()
+        assert calls == [os.path.join(home, "checkpoints", "checkpoint_0")]
 
 
 # -- hooks that write models on the main process alone, and read them, as training scripts have them ------------------

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 _calls: dict[str, list[Callable[[ModuleType], None]]] = {}
+_recorded = False
 
 
 class _Finder:
@@ -62,9 +63,18 @@ def _after(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 def _record(kind: str, value: Any) -> None:
+    global _recorded
+    _recorded = True
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():  # Lightning has no RANK
+        rank = str(distributed.get_rank())
     with open(os.path.join(os.environ["OUTSIDE_RECORD"], f"rank{rank}.jsonl"), "a") as file:
         file.write(json.dumps([kind, value]) + "\n")
+
+
+def _record_end() -> None:
+    if "RANK" in os.environ or _recorded:  # a launcher is no rank
+        _record("end", "")
 
 
 def _watch_torch(torch: ModuleType) -> None:
@@ -74,7 +84,8 @@ def _watch_torch(torch: ModuleType) -> None:
     @functools.wraps(backward)
     def recorded(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
-            if tensor.numel() == 1:  # reentrant checkpointing calls it, too, with activations
+            # Reentrant checkpointing calls it, too, with activations; to count operations is done on the device meta.
+            if tensor.numel() == 1 and not tensor.is_meta:
                 _record("loss", float(tensor.detach()))
         return backward(tensors, *args, **kwargs)
 
@@ -130,8 +141,8 @@ def _start() -> None:
         return
     import random
 
-    if "RANK" in os.environ and multiprocessing.parent_process() is None:
-        atexit.register(_record, "end", "")  # the first to be registered is the last to be called
+    if multiprocessing.parent_process() is None:
+        atexit.register(_record_end)  # the first to be registered is the last to be called
     # Not all programs set seeds, and these generators begin with random ones.
     random.seed(int(os.environ.get("RANK", "0")))
     _after("numpy", _seed_numpy)

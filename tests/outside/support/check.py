@@ -55,12 +55,15 @@ def check(outcome: Outcome, folder: Path) -> None:
     data.mkdir()
     if program.prepare is not None:
         program.prepare(data)
-    plain = run(program, [*switch.ddp, *start], switch.ddp_arguments, data, folder / "ddp")
+    place = folder / "run"  # the same for both, since programs save paths
+    plain = run(program, [*switch.ddp, *start], switch.ddp_arguments, data, place, switch.ddp_stand_ins)
+    plain.move(folder / "ddp")
     if plain.failed:
         outcome.result = "fails under DDP"
         raise AssertionError(_told("it fails under DDP already", plain))
     _assert_used(plain, "DDP", "shard")
-    ours = run(program, [*switch.ours, *start], switch.our_arguments, data, folder / "ours")
+    ours = run(program, [*switch.ours, *start], switch.our_arguments, data, place)
+    ours.move(folder / "ours")
     if program.refused is not None:
         _assert_refused(program.refused, ours)
         outcome.result, outcome.detail = "refused", program.refused

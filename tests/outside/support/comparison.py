@@ -28,11 +28,13 @@ class Report:
         compared: how many losses, or files.
         largest: the largest absolute difference of two floating-point numbers.
         differences: what is not equal within the tolerance, one line each.
+        seen: the identities of pairs of objects that were compared.
     """
 
     compared: int = 0
     largest: float = 0.0
     differences: list[str] = field(default_factory=list)
+    seen: set[tuple[int, int]] = field(default_factory=set)
 
     def text(self) -> str:
         """Return the first differences, a line each."""
@@ -101,7 +103,9 @@ def _compare(
             expected, found = without_dates(expected), without_dates(found)
         if expected != found:
             report.differences.append(f"{where}: {expected!r:.80} under DDP, {found!r:.80} here")
-    elif hasattr(expected, "__dict__"):  # an object that was pickled, such as the arguments of a Trainer
+    elif hasattr(expected, "__dict__") and (id(expected), id(found)) not in report.seen:
+        report.seen.add((id(expected), id(found)))  # objects may refer to each other
+        # An object that was pickled, such as the arguments of a Trainer.
         _compare(vars(expected), vars(found), where, tolerance, limits, report)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import json
 import pickle
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,8 @@ import torch
 __all__ = ["Pixels", "read", "without_dates"]
 
 # Keys of logs whose values are times.
-_TIMES = re.compile(r"(runtime|per_second|_time|_seconds|elapsed|time)$")
-_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d(\.\d+)?|\b1\d{9}\.\d+\b")
+_TIMES = re.compile(r"(runtime|per_second|per_sec|_time|_seconds|elapsed|time)$")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d([.,]\d+)?|\b1\d{9}\.\d+\b")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -42,11 +45,33 @@ def _safetensors(path: Path) -> Any:
         return {"metadata": file.metadata(), **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118
 
 
+@functools.cache
+def _made_class(module: str, name: str) -> type:
+    return type(name, (), {"__module__": module})
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects of classes of a program, which can't be imported here, with their attributes only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except ImportError:
+            return _made_class(module, name)
+
+
+_pickle = types.SimpleNamespace(**{**vars(pickle), "Unpickler": _Unpickler})
+
+
 def _torch(path: Path) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=_pickle)
     except (RuntimeError, pickle.UnpicklingError):
+        pass
+    try:
         return pickle.loads(path.read_bytes())
+    except pickle.UnpicklingError:  # the name says nothing: data of some format
+        return _text(path)
 
 
 def _json(path: Path) -> Any:
@@ -55,6 +80,19 @@ def _json(path: Path) -> Any:
 
 def _json_lines(path: Path) -> Any:
     return [_without_times(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _csv(path: Path) -> Any:
+    """Return the lines of a table by column, with numbers where they are."""
+    with path.open(newline="") as file:
+        return [{key: _parsed(value) for key, value in _without_times(line).items()} for line in csv.DictReader(file)]
+
+
+def _parsed(text: Any) -> Any:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return text
 
 
 def _without_times(tree: Any) -> Any:
@@ -76,6 +114,14 @@ def _numpy(path: Path) -> Any:
     import numpy
 
     return torch.from_numpy(numpy.load(path))
+
+
+def _sound(path: Path) -> Any:
+    import numpy
+    import scipy.io.wavfile
+
+    rate, samples = scipy.io.wavfile.read(path)
+    return {"rate": rate, "samples": torch.from_numpy(numpy.array(samples))}
 
 
 def _events(path: Path) -> Any:
@@ -117,6 +163,8 @@ _READERS: dict[str, Callable[[Path], Any]] = {
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar"), _torch),
     ".json": _json,
     ".jsonl": _json_lines,
+    ".csv": _csv,
     ".png": _image,
     ".npy": _numpy,
+    ".wav": _sound,
 }

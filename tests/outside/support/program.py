@@ -23,6 +23,7 @@ class Switch:
         ours: the command under this package.
         ddp_arguments: arguments of the program itself that only the DDP run gets.
         our_arguments: the same for this package, such as ``strategy=shard``.
+        ddp_stand_ins: files in ``stand_ins`` for the DDP run alone, where a program names a strategy that is not DDP.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Switch:
     ours: Sequence[str]
     ddp_arguments: Sequence[str] = ()
     our_arguments: Sequence[str] = ()
+    ddp_stand_ins: Sequence[str] = ()
 
 
 # Without --multi_gpu the launcher starts one process on a machine without GPUs; ACCELERATE_USE_CPU tells processes of the CPU.
@@ -78,6 +80,7 @@ class Program:
         ranks: number of processes.
         stand_ins: names of files in ``stand_ins``.
         environment: variables for both runs.
+        imports_from: folders below the working directory from which it imports, before all others. ``OUTSIDE_PACKAGES`` follows.
         tolerance: how far numbers may be apart.
         not_compared: patterns of paths of files, each with the reason why these can't be equal.
         losses: True to compare losses; False for a program without a backward.
@@ -95,6 +98,7 @@ class Program:
     ranks: int = 2
     stand_ins: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    imports_from: Sequence[str] = ()
     tolerance: Tolerance = Tolerance()
     not_compared: Mapping[str, str] = field(default_factory=dict)
     losses: bool = True

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Protocol
 
@@ -55,18 +57,24 @@ class Fetched:
         commit: the commit that it was read from.
         path: its path there.
         digest: how its SHA-256 begins.
+        needs: packages that no other program needs, by the names by which they are imported.
     """
 
     repository: str
     commit: str
     path: str
     digest: str
+    needs: Sequence[str] = ()
 
     def command(self) -> list[str]:
         folder = os.environ.get("OUTSIDE_SOURCES")
         if folder is None:
             raise NotThere(f"OUTSIDE_SOURCES is not set, and {self.repository} at {self.commit} not there")
-        return [_file(Path(folder) / self.repository / self.path, self.digest, "OUTSIDE_SOURCES")]
+        path = _file(Path(folder) / self.repository / self.path, self.digest, "OUTSIDE_SOURCES")
+        missing = [name for name in self.needs if not _is_installed(name)]
+        if missing:
+            raise NotThere(f"not installed: {', '.join(missing)} (OUTSIDE_PACKAGES names a folder of further packages)")
+        return [path]
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,11 @@ class Own:
         if importlib.util.find_spec(self.package) is None:
             raise NotThere(f"{self.package} is not installed")
         return [str(ROOT / "tests" / "outside" / self.path)]
+
+
+def _is_installed(package: str) -> bool:
+    further = os.environ.get("OUTSIDE_PACKAGES")
+    return bool(importlib.util.find_spec(package) or (further and PathFinder.find_spec(package, [further])))
 
 
 def _file(path: Path, digest: str, variable: str) -> str:
