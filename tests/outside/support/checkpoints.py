@@ -15,7 +15,7 @@ __all__ = ["consolidate"]
 
 
 def consolidate(folder: Path) -> None:
-    """Replace each folder ``sharded`` below `folder` by ``model.safetensors`` and ``optimizer.bin`` beside it.
+    """Replace each folder ``sharded`` below `folder` by ``model.safetensors``, ``optimizer.bin``, ``optimizer_1.bin``, ... beside it.
 
     The project's own ``torch-shard consolidate`` does it, as a user would.
     """
@@ -26,7 +26,8 @@ def consolidate(folder: Path) -> None:
         found = torch.load(single, weights_only=True)
         assert found.keys() == {"model", "optimizer"}, f"{sharded} holds {', '.join(found)}"
         _save_model(found["model"], sharded.parent / "model.safetensors")
-        torch.save(found["optimizer"], sharded.parent / "optimizer.bin")
+        for number, state in found["optimizer"].items():
+            torch.save(state, sharded.parent / ("optimizer.bin" if int(number) == 0 else f"optimizer_{number}.bin"))
         single.unlink()
         shutil.rmtree(sharded)
 
