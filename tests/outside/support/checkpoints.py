@@ -15,7 +15,7 @@ __all__ = ["consolidate"]
 
 
 def consolidate(folder: Path) -> None:
-    """Replace each folder ``sharded`` below `folder` by ``model.safetensors``, ``optimizer.bin``, ``optimizer_1.bin``, ... beside it.
+    """Replace each folder ``sharded`` below `folder` by ``model.safetensors``, ``optimizer.bin``, ``optimizer_1.bin``, ... there.
 
     The project's own ``torch-shard consolidate`` does it, as a user would.
     """
