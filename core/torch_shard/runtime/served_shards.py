@@ -74,6 +74,8 @@ class ServedShards:
             return _sent_state(self.versions, [value._local for value in self._found(part)], part)
         served = flat.served
         if before:
+            # Hazard: the copy must come behind the edit. Nothing on the host writes meanwhile: the edit has waited for its step,
+            # and the next one is a change, which waits for this reader.
             _follow(self.versions, flat.memory)
             served = replace(served, memory=flat.memory_before(self.versions.edits.before))
         return _sent(self.versions, served, part)
@@ -142,5 +144,6 @@ def _sent_state(versions: Versions, found: list[torch.Tensor], part: ShardPart) 
 
 def _follow(versions: Versions, memory: torch.Tensor) -> None:
     """Let this thread's stream wait for the latest change of `memory`."""
+    # Hazard: the thread that serves reads on a stream of its own, and the change was made on the stream that trains.
     if memory.is_cuda and versions.event is not None:
         torch.cuda.current_stream(memory.device).wait_event(versions.event)
