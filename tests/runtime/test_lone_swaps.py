@@ -229,9 +229,10 @@ def test_tensors_that_fill_a_model_one_by_one_are_let_go(rank):
     assert not edits.before
 
 
+@pytest.mark.parametrize("settings", [{}, *exhaustive({"offload": "cpu"}, {"strategy": "shard_optim"})], ids=str)
 @ranks(3)
-def test_each_rank_reads_the_values_that_it_has_itself(rank):
-    sharded, _, plain = made()
+def test_each_rank_reads_the_values_that_it_has_itself(rank, settings):
+    sharded, _, plain = made(norm=nn.LayerNorm, **settings)
     both = (sharded, plain)
     stored = [[p.detach().clone() for p in model.parameters()] for model in both]
     full = averages(plain, "by foreach")[0].shadow
