@@ -22,7 +22,7 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 def _home(accelerator: Any) -> Path:
     if accelerator.project_dir is None:
         raise ConfigError("automatic_checkpoint_naming needs a project_dir: Accelerator(project_dir=...).")
-    return Path(accelerator.project_dir, "checkpoints").absolute()
+    return Path(os.path.abspath(os.path.join(accelerator.project_dir, "checkpoints")))
 
 
 def target(accelerator: Any, output_dir: Any) -> Path:

@@ -120,19 +120,19 @@ def test_files_of_two_checkpoints(rank, tmp_path):
 
 
 @ranks(2)
-def test_a_bomb_in_the_metadata_is_not_touched_off(rank, tmp_path):
+def test_a_bomb_in_the_metadata_is_not_touched_off(rank, tmp_path, monkeypatch):
     def damage(folder: Path) -> None:
         (folder / "manifest.json").unlink()  # whoever builds a bomb leaves out what would find it
         write_metadata(folder, {"state_dict_metadata": Bomb()})
 
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     refused(rank, tmp_path, damage, r"\.metadata asks for (posix|os)\.system")
     assert "exploded" not in files_of(tmp_path)
 
 
 @ranks(2)
-def test_a_bomb_in_an_object_is_not_touched_off(rank, tmp_path):
-    os.chdir(tmp_path)
+def test_a_bomb_in_an_object_is_not_touched_off(rank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     dcp.save({"model": wide().state_dict(), "extra": Bomb()}, checkpoint_id=tmp_path / "c")
     before = files_of(tmp_path)
     _model, engine, _ = build(model=wide)
@@ -278,9 +278,9 @@ def test_a_path_below_a_file(rank, tmp_path):
 
 
 @ranks(2)
-def test_a_path_that_the_ranks_do_not_share_is_found_before_writing(rank, tmp_path):
+def test_a_path_that_the_ranks_do_not_share_is_found_before_writing(rank, tmp_path, monkeypatch):
     (tmp_path / str(rank)).mkdir()
-    os.chdir(tmp_path / str(rank))
+    monkeypatch.chdir(tmp_path / str(rank))
     not_saved(rank, "/proc/self/cwd/c", "rank 1 does not see .* don't share this path")
     dist.barrier()
     assert files_of(tmp_path / "0") == files_of(tmp_path / "1") == []

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 START_TIMEOUT = 120.0  # seconds until processes and process group exist, on a busy machine
+_HOME = os.getcwd()
 _MOST_THREADS = 60  # an engine over several copies has about half as many
 
 
@@ -208,6 +209,7 @@ def _collect_garbage() -> None:
 
 def _clean_up() -> None:
     """Undo what a body may leave behind."""
+    os.chdir(_HOME)
     sys.last_value = sys.last_traceback = None  # type: ignore[assignment]
     _collect_garbage()
     torch.set_default_dtype(torch.float32)

@@ -104,8 +104,11 @@ def test_hooks_get_what_stock_accelerate_gives_them(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [STOCK, OURS])
 @ranks(2)
-def test_hooks_get_a_relative_name_of_an_automatic_checkpoint(kind, tmp_path):
-    calls, home = [], os.path.relpath(tmp_path)
+def test_hooks_get_a_relative_name_of_an_automatic_checkpoint(kind, rank, tmp_path, monkeypatch):
+    """The ranks have working directories of their own: one place by several paths."""
+    (tmp_path / str(rank)).mkdir()
+    monkeypatch.chdir(tmp_path / str(rank))
+    calls, home = [], os.pardir
     with accelerator(kind, project_config=ProjectConfiguration(home, automatic_checkpoint_naming=True)) as acc:
         acc.prepare(net(0))
         acc.register_load_state_pre_hook(lambda models, folder: calls.append(folder))
