@@ -223,10 +223,12 @@ def test_an_initialiser_of_matrices_draws_the_plain_values_or_is_refused_by_name
 # -- conversion and loading ---------------------------------------------------------------------------------------------
 
 
-CONVERSIONS = {
+DTYPES = {
     "half": lambda m: m.half(),
     "to(dtype)": lambda m: m.to(torch.bfloat16),
     "float": lambda m: m.float(),
+}
+CONVERSIONS = {
     "to(device)": lambda m: m.to("meta"),
     "to_empty": lambda m: m.to_empty(device="meta"),
     "share_memory": lambda m: m.share_memory(),
@@ -242,6 +244,20 @@ def test_conversion_after_sharding_is_refused_by_name_and_changes_nothing(rank, 
         CONVERSIONS[how](pair.model)
     pair.check()
     pair.train(1)
+
+
+@pytest.mark.parametrize("how", DTYPES)
+@ranks(2)
+def test_a_model_converted_after_sharding_is_not_run(rank, world_size, how):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    for model in (pair.model, pair.plain):
+        DTYPES[how](model)
+    x = batch(rank, 1).to(pair.plain.inp.weight.dtype)
+    for context in (torch.no_grad, torch.enable_grad):
+        with context(), pytest.raises(ReplacedParameterError, match=r"'inp\.weight'.*convert layers before shard"):
+            pair.model(x)
+    pair.check()
 
 
 @ranks(2)

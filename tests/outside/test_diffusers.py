@@ -105,6 +105,13 @@ PROGRAMS = [
         prepare=captioned,
     ),
     Program(
+        "train_text_to_image_lora in bf16, which ends with a conversion on rank 0",
+        example("text_to_image/train_text_to_image_lora.py", "6634df6b80bc428a"),
+        text_to_image("--rank=2", "--mixed_precision=bf16"),
+        ACCELERATE,
+        prepare=captioned,
+    ),
+    Program(
         "train_dreambooth, text encoder trained too",
         example("dreambooth/train_dreambooth.py", "29a648820226e7df"),
         text_to_image("--instance_prompt=a b", "--train_text_encoder", data=INSTANCES),
@@ -116,6 +123,13 @@ PROGRAMS = [
         "train_dreambooth_lora",
         example("dreambooth/train_dreambooth_lora.py", "89cd066f65b2c5d4"),
         text_to_image("--instance_prompt=a b", "--rank=2", data=INSTANCES),
+        ACCELERATE,
+        prepare=instances,
+    ),
+    Program(
+        "train_dreambooth_lora in bf16, which ends with a conversion on rank 0",
+        example("dreambooth/train_dreambooth_lora.py", "89cd066f65b2c5d4"),
+        text_to_image("--instance_prompt=a b", "--rank=2", "--mixed_precision=bf16", data=INSTANCES),
         ACCELERATE,
         prepare=instances,
     ),

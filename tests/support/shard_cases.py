@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -144,13 +145,14 @@ REFUSED = [
     lambda p: p.as_strided((3,), (1,), 2),
     lambda p: p.detach().t_(),
     lambda p: p.detach().squeeze_(),
-    lambda p: p.numpy(),
     lambda p: p.data_ptr(),
     lambda p: p.untyped_storage(),
-    lambda p: p.__array__(),
     lambda p: nn.init.orthogonal_(p),
 ]
 """For such a matrix: what would hand out memory of no shard."""
 
-NEEDS_FULL = [*VIEWED, *GATHERED[:-6], *REFUSED, lambda p: p.tolist()]
+COPIED_OUT = [lambda p: p.tolist(), lambda p: p.numpy(), np.asarray]
+"""For such a matrix: Python numbers and arrays of all of it."""
+
+NEEDS_FULL = [*VIEWED, *GATHERED[:-6], *REFUSED, *COPIED_OUT]
 """For such a matrix, of a parameter that no engine gathers."""

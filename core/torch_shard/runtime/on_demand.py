@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -155,28 +157,33 @@ class OnDemand:
         self._uses.append(_Stored(flat, index, full, edits))
         return flat.parameter_over(full, index)
 
-    def full(self, unit: Unit, param: ShardTensor) -> torch.Tensor | None:
-        """Return the full tensor of `param`, plain and in new memory, if this rank alone wants it; None where all ranks do.
+    @contextlib.contextmanager
+    def alone(
+        self, unit: Unit, what: str, recording: bool, known: bool
+    ) -> Iterator[Callable[[ShardTensor], torch.Tensor] | None]:
+        """Return a context in which this rank alone reads parameters of the model; see :func:`.derivation.reading`.
 
-        Collective, unless this rank reads alone.
+        It yields a function that returns a parameter's full stored values, in new memory, or None where all ranks read.
         """
         with self.runtime.lone.until_end():
-            if not self._is_lone(unit, f"full_tensor of {param._spec.name}", recording=False):
-                return None
-            flat, index = unit.find(param)
-            assert self.runtime.reading is not None
-            return flat.read_parameter(index, self.runtime.reading)
+            lone = self._is_lone(unit, what, recording, known)
+            yield (lambda param: self._read_parameter(param, recording)) if lone else None
 
-    def full_for_file(self, unit: Unit, param: ShardTensor) -> torch.Tensor | None:
-        """Return the full tensor of `param` for a file that this rank writes, whatever the others do. Not collective.
+    @contextlib.contextmanager
+    def alone_for_file(self, unit: Unit, what: str) -> Iterator[Callable[[ShardTensor], torch.Tensor] | None]:
+        """Return a context as :meth:`alone` does, for a file that this rank writes, whatever the others do. Not collective.
 
-        None where reads alone are switched off, or `param` is a DTensor, too.
+        It yields None where reads alone are switched off, or a parameter is a DTensor, too.
         """
+        with self.runtime.lone.alone(what) as reading:
+            may_read = reading is not None or self.runtime.collectives.world == 1
+            yield (lambda param: self._read_parameter(param, recording=False)) if may_read else None
+
+    def _read_parameter(self, param: ShardTensor, recording: bool) -> torch.Tensor:
+        unit: Any = param._unit
         flat, index = unit.find(param)
-        if unit.collectives.world == 1:
-            return flat.read_parameter(index, None)
-        with self.runtime.lone.alone(f"the saving of {param._spec.name}") as reading:
-            return None if reading is None or flat.split else flat.read_parameter(index, reading)
+        full: torch.Tensor = flat.read_parameter(index, self.runtime.reading)
+        return self._without_backward(full, flat, index) if recording and param.requires_grad else full
 
     def _scalar(self, unit: Unit, param: ShardTensor, name: str, recording: bool) -> torch.Tensor | None:
         """Return the full parameter for a reduction to a scalar, where this rank alone makes it; None where all ranks do, on
@@ -186,15 +193,18 @@ class OnDemand:
         flat, index = unit.find(param)
         return self._read_alone(flat, index, recording)
 
-    def _is_lone(self, unit: Unit, text: str, recording: bool) -> bool:
-        """Return True if this rank alone makes a small read, of which `text` says what it reads. Collective otherwise."""
+    def _is_lone(self, unit: Unit, text: str, recording: bool, known: bool = True) -> bool:
+        """Return True if this rank alone makes a small read, of which `text` says what it reads. Collective otherwise.
+
+        `known`: this rank can read the values alone; else it is an error if it does.
+        """
         runtime = self.runtime
         if not (unit.sharded and runtime.is_ready) or graph_task() != -1:
             return False
         if runtime.forwards.running and not runtime.lone.running:
             return False  # all ranks run this forward
         note = zlib.crc32(text.encode()), text
-        return runtime.lone.meet(text, [note], sure=recording) is None
+        return runtime.lone.meet(text, [note], sure=recording, alone=known) is None
 
     def _read_alone(self, flat: FlatBuffer, index: int, recording: bool) -> torch.Tensor:
         """Return the full parameter with its stored values, which this rank alone reads; `recording`: for a graph."""
@@ -203,8 +213,10 @@ class OnDemand:
         self._uses.append(_Stored(flat, index, full, alone=True))
         placed = flat.placed[index]
         param = nn.Parameter(full, requires_grad=False) if placed is None else gathered_parameter(placed, full)
-        if not recording:
-            return param
+        return self._without_backward(param, flat, index) if recording else param
+
+    def _without_backward(self, full: torch.Tensor, flat: FlatBuffer, index: int) -> torch.Tensor:
+        """Return a full parameter that this rank alone has read, for a graph through which no backward may go."""
         name, where = flat.layout.slots[index].name, f"rank {self.runtime.collectives.world_rank}"
         line = caller_line()
 
@@ -214,8 +226,8 @@ class OnDemand:
                 "elsewhere; such a gradient can't be averaged. Read it under torch.no_grad(), or on every rank."
             )
 
-        param.requires_grad_().register_hook(refuse)
-        return param
+        full.requires_grad_().register_hook(refuse)
+        return full
 
     def _is_unsharded(self, unit: Unit, param: ShardTensor) -> bool:
         """Return True if an operation that records nothing, outside any forward, finds the unit unsharded. Not collective.

@@ -118,14 +118,18 @@ def _misfit(param: ShardTensor, value: torch.Tensor) -> str:
 
 
 def _may_assign_data(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return True, so that Module.to() and its like assign to `.data`, which checks the value.
+    """Return True if ``Module.to()`` and its like may assign to ``.data``, which checks the value.
 
-    Otherwise they would put another parameter into the module. The note on the converted tensor keeps them from swapping
-    that in, see ``ShardTensor.__tensor_flatten__``.
+    Else they put the converted tensor into the module as another parameter. That is right for another dtype: the engine's shards
+    keep theirs, and the new parameter is read as one that was computed from the old one. The model can be saved so, and not run.
+    The note on the converted tensor keeps them from swapping that in, see ``ShardTensor.__tensor_flatten__``.
     """
-    if isinstance(args[1], ShardTensor) and args[1] is not args[0]:
-        args[1]._shard_state.converted = True
-    return True
+    param, value = args
+    if not isinstance(value, ShardTensor) or value is param:
+        return True
+    value._shard_state.converted = True
+    is_param = isinstance(param, ShardTensor) and param._unit_ref is not None
+    return not (is_param and value._local.dtype != param._local.dtype and value.device == param._local.device)
 
 
 def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:

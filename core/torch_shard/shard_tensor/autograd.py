@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ShardError
+from .derivation import full_tensor
 from .function_sets import NORMS
 from .reductions import full_reduction
 from .spec import ShardSpec, gather_error
@@ -113,7 +114,7 @@ class GatherFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Any) -> torch.Tensor:
         ctx.spec = t._spec
-        return t.full_tensor()  # type: ignore[no-any-return]
+        return full_tensor(t, recording=t.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]

@@ -50,6 +50,12 @@ class FunctionCall:
             return self.args[0] if self.args else None
         return None
 
+    def at(self, position: int) -> FunctionCall:
+        """Return the call of a function of lists for one position of these, with lists of one element."""
+        args: Any = [a[position : position + 1] if isinstance(a, (list, tuple)) else a for a in self.args]
+        kwargs = {k: a[position : position + 1] if isinstance(a, (list, tuple)) else a for k, a in self.kwargs.items()}
+        return FunctionCall(self.func, self.name, tuple(args), kwargs)
+
     def run(self, originals: Sequence[torch.Tensor], replacements: Sequence[torch.Tensor]) -> Any:
         """Call the function with `replacements` in the places of `originals` among the arguments."""
         found = {id(t): other for t, other in zip(originals, replacements, strict=True)}

@@ -7,6 +7,8 @@ them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -115,11 +117,18 @@ class OnDemandPort(Protocol):
         empty unless the unit :attr:`casts <UnitPort.casts>`. `edits`: the operation writes to `param`.
         """
 
-    def full(self, unit: Any, param: ShardTensor) -> torch.Tensor | None:
-        """Return the full tensor of `param` if this rank alone wants it; None where all ranks do."""
+    def alone(
+        self, unit: Any, what: str, recording: bool, known: bool
+    ) -> contextlib.AbstractContextManager[Callable[[ShardTensor], torch.Tensor] | None]:
+        """Return a context with what reads a parameter in full, if this rank alone reads; with None where all ranks do.
 
-    def full_for_file(self, unit: Any, param: ShardTensor) -> torch.Tensor | None:
-        """Return the full tensor of `param` for a file that this rank writes; None where it can't read alone."""
+        `known`: parameters are all that is wanted; else only all ranks together can read.
+        """
+
+    def alone_for_file(
+        self, unit: Any, what: str
+    ) -> contextlib.AbstractContextManager[Callable[[ShardTensor], torch.Tensor] | None]:
+        """Return a context with what reads a parameter in full for a file that this rank writes; with None where it can't."""
 
     def end(self, unit: Any, result: Any, copies: list[torch.Tensor], name: str) -> None:
         """End the operation for which :meth:`begin` was called."""

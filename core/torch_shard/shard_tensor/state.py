@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..comm.one_sided.partners import ShardPart
     from ..offload.pending_writes import PendingWrites
     from .changes import Origin
+    from .derivation import Derivation
     from .spec import ShardSpec
 
 __all__ = ["OWN_ATTRIBUTES", "STATE", "ShardState", "has_user_attributes", "is_unreduced"]
@@ -40,7 +41,7 @@ class ShardState:
         spec: the parameter, and this rank's range of it.
         unit_ref: weak reference to the unit of a parameter.
         flat: the 1-D tensor of which `local` is a part, beside other parameters' gradients; unset while `local` is.
-        origin: weak reference to the unit of the parameter from which the tensor was computed.
+        origin: how the tensor was computed from parameters, if it was.
         converted: the tensor is a parameter, converted to another dtype or device.
         copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
@@ -74,7 +75,7 @@ class ShardState:
     spec: ShardSpec
     unit_ref: weakref.ref[Any] | None
     flat: torch.Tensor | None
-    origin: weakref.ref[Any] | None
+    origin: Derivation | None
     converted: bool
     copied_from: Origin | None
     unreduced: bool
@@ -126,7 +127,8 @@ class ShardState:
 
     def copy_marks(self, other: ShardState) -> None:
         """Take over what `other` knows of the gradient or result of which this tensor is a copy."""
-        self.origin, self.converted = other.origin, other.converted
+        self.origin = None if other.origin is None else other.origin.forgotten
+        self.converted = other.converted
         self.unreduced, self.outdated, self.lost = other.unreduced, other.outdated, other.lost
 
 

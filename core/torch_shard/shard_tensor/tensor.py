@@ -144,25 +144,19 @@ class ShardTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the full tensor: plain, original shape and strides, new memory, without gradient.
 
-        Collective: call on all ranks, each of which allocates the full tensor. One rank alone may call it for a parameter, while
-        the others do something else.
+        Collective: call on all ranks, each of which allocates the full tensor. One rank alone may call it for a parameter, and
+        for what it has computed from parameters, while the others do something else.
         """
-        unit = self._unit
-        alone = None if unit is None or self._spec.part is not None else unit.runtime.on_demand.full(unit, self)
-        if alone is not None:
-            return alone
-        return full_tensors([self], f"full_tensor of {self._spec.name}")[0]
+        return derivation.full_tensor(self)
 
     def _full_for_file(self) -> torch.Tensor | None:
         """Return the full tensor for a file that this rank writes, whatever the others do. Not collective.
 
-        None if this is neither a parameter nor what an optimizer's ``state_dict()`` has returned, or can't be read alone.
+        None if this is no parameter, nor computed from some, nor what an optimizer's ``state_dict()`` has returned, or can't be
+        read alone.
         """
-        unit = self._unit
-        if unit is not None:
-            return unit.runtime.on_demand.full_for_file(unit, self)
         if self._shard_state.state_of is None:
-            return None
+            return derivation.full_for_file(self)
         unit_ref, part = self._shard_state.state_of
         unit = unit_ref()
         return None if unit is None else unit.runtime.optimizer_states.read(part, self)
@@ -271,6 +265,5 @@ class ShardTensor(torch.Tensor):
 
 
 # These modules import ShardTensor, so that it has to be there first; hence the package imports this module first.
-from . import attributes, dispatch, torch_function  # noqa: E402
-from .full_tensor import full_tensors  # noqa: E402
+from . import attributes, derivation, dispatch, torch_function  # noqa: E402
 from .function_sets import DEVICE, DTYPE, GETTERS  # noqa: E402

@@ -22,6 +22,7 @@ from ..errors import NeedsGatherError
 from ..numerics.stochastic_rounding import EXACT
 from ..utils.autograd_private import graph_task
 from ..utils.pytree import own_memory, storage_of, tensors_in
+from . import derivation
 from .attributes import HANDLERS
 from .autograd import (
     GatherFull,
@@ -38,6 +39,7 @@ from .function_sets import (
     ALWAYS_LOCAL,
     ARITHMETIC,
     DENIED,
+    EXPORTS,
     EXTREMES,
     FORMS,
     IN_PLACE_OPERATORS,
@@ -45,6 +47,7 @@ from .function_sets import (
     NORMS,
     OWN,
     SCALAR_REDUCTIONS,
+    SCALARS,
     SHAPED_LIKE,
     creates,
     initialises,
@@ -125,15 +128,20 @@ def _run(call: FunctionCall) -> Any:
     """Run a function on shards; where these don't suffice, on full copies of gradients and optimizer state."""
     func, name, args, kwargs, tensors = call.func, call.name, call.args, call.kwargs, call.tensors
     if name in DENIED or name.removeprefix("__get__:") in DENIED:
-        sharded = to_gather(call) if name == "tolist" else []
-        if not sharded:
+        if name not in EXPORTS or not isinstance(args[0], ShardTensor):
             raise gather_error(tensors, name)
-        return on_copies(call, sharded)
+        return _exported(call, args[0])
     if name == "_foreach_norm" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _norms(*args, **kwargs)
     derived, of_parameter = _descent(tensors)
-    if derived and not _shards_suffice(call):
-        return _on_full_tensors(call)
+    if derived:
+        if not _shards_suffice(call):
+            return _on_full_tensors(call)
+        if name in SCALARS:
+            what, recording = f"{name} of what was computed from {_names_of(tensors)}", _records(tensors)
+            with derivation.reading(tensors, what, recording) as read:
+                if read is not None:
+                    return derivation.on_full_values(call, read)
     try:
         with _NoTorchFunction():
             if torch.is_grad_enabled():
@@ -147,13 +155,29 @@ def _run(call: FunctionCall) -> Any:
                 return target.masked_fill_(mask, value.to(target.dtype) if isinstance(value, torch.Tensor) else value)
             result = func(*args, **kwargs)
             if of_parameter and call.target is None and not creates(name):
-                _note_origin(call, result)
+                derivation.note(call, result if isinstance(result, (list, tuple)) else [result], _combined(call))
             return result
     except NeedsGatherError:
         sharded = to_gather(call)
         if not sharded:
             raise
     return on_copies(call, sharded)
+
+
+def _exported(call: FunctionCall, tensor: ShardTensor) -> Any:
+    """Return Python numbers, or a NumPy array that can't be written to: of a full copy. Collective, unless this rank is alone."""
+    if derivation.unit_of_origin(tensor) is None:
+        sharded = to_gather(call)
+        if not sharded:
+            raise gather_error(call.tensors, call.name)
+        result = on_copies(call, sharded)
+    else:
+        if call.name != "tolist" and tensor.requires_grad and not call.kwargs.get("force"):
+            torch.empty(0, requires_grad=True).numpy()  # raises what plain torch raises
+        result = call.run([tensor], [tensor.full_tensor()])
+    if call.name != "tolist":
+        result.flags.writeable = False  # an edit would be lost
+    return result
 
 
 def _norms(
@@ -197,18 +221,6 @@ def _descent(tensors: list[Any]) -> tuple[bool, bool]:
     return derived, of_parameter
 
 
-def _note_origin(call: FunctionCall, result: Any) -> None:
-    """Note on new ShardTensors the unit of the parameter from which they were computed."""
-    results: Any = [result] if isinstance(result, ShardTensor) else result if isinstance(result, (list, tuple)) else ()
-    for new, operands in zip(results, _combined(call), strict=False):
-        if not isinstance(new, ShardTensor) or new._unit_ref is not None or any(new is t for t in operands):
-            continue
-        origins = [t._shard_state.unit_ref or t._shard_state.origin for t in operands if isinstance(t, ShardTensor)]
-        # With a gradient or optimizer state among the operands, the result is an update.
-        if origins and None not in origins:
-            new._shard_state.origin = origins[0]
-
-
 def _on_full_tensors(call: FunctionCall) -> Any:
     """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
     target = call.target
@@ -219,13 +231,18 @@ def _on_full_tensors(call: FunctionCall) -> Any:
     with _NoTorchFunction():
         fulls = [GatherFull.apply(t) for t in derived]
     result = call.run(derived, fulls)
-    origins = [t._shard_state.origin for t in derived]
-    unit = next((unit for origin in origins if origin is not None and (unit := origin()) is not None), None)
+    unit = next((unit for t in derived if (unit := derivation.unit_of_origin(t)) is not None), None)
     if unit is not None:
         result, copies = own_memory(result, tensors_in(result), set(map(storage_of, fulls)))
         if copies:  # `(p * 2)[0].zero_()` would be lost
             unit.runtime.on_demand.watch_copies(copies, f"what was computed from {_names_of(call.tensors)}")
     return result
+
+
+def _records(tensors: list[Any]) -> bool:
+    """Return True if a function of these tensors would be part of a graph."""
+    with _NoTorchFunction():
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def _names_of(tensors: list[Any]) -> str:

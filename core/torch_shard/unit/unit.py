@@ -420,8 +420,8 @@ class Unit:
                 name = flat.layout.slots[index].name
                 raise ReplacedParameterError(
                     f"rank {self.collectives.world_rank}: {type(module).__name__}.{attribute} (sharded as {name!r}) holds "
-                    "another parameter than when the model was sharded. Replace layers before shard(), use "
-                    "load_state_dict without assign=True, or close() the engine and shard again."
+                    "another parameter than when the model was sharded. Replace or convert layers before "
+                    "shard(), use load_state_dict without assign=True, or close() the engine and shard again."
                 )
 
     def exchange(self, params: list[list[nn.Parameter]]) -> None:

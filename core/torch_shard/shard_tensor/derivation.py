@@ -1,0 +1,205 @@
+"""How a tensor was computed from parameters, which gives one rank alone its full values.
+
+A function of parameters that works element by element (``p.abs()``, ``p.float()``, ``p * 2``) runs on shards, and returns a
+ShardTensor without a unit. To read all of that takes every rank's shard. All ranks together gather it. One rank alone, whose
+partners may never have computed it, computes it anew from the full parameters that it reads (:mod:`torch_shard.comm.one_sided`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .full_tensor import full_tensors
+from .function_call import FunctionCall
+from .function_sets import LISTS
+from .tensor import ShardTensor
+
+if TYPE_CHECKING:
+    from .ports import UnitPort
+
+__all__ = [
+    "Derivation",
+    "full_for_file",
+    "full_tensor",
+    "full_values",
+    "note",
+    "on_full_values",
+    "reading",
+    "unit_of_origin",
+]
+
+Read = Callable[[ShardTensor], torch.Tensor]
+
+# A derivation keeps its operands alive. One of many tensors, each computed from the one before, is not kept.
+_MOST_CALLS = 16
+
+
+class Derivation:
+    """How one ShardTensor was computed from parameters.
+
+    Attributes:
+        unit_ref: weak reference to the unit of one of these.
+        call: the function and its operands; None if the tensor can't be computed anew.
+        calls: how many calls lie between parameters and the tensor.
+    """
+
+    __slots__ = ("_model", "_versions", "call", "calls", "unit_ref")
+
+    def __init__(self, unit_ref: weakref.ref[Any], call: FunctionCall | None = None) -> None:
+        self.unit_ref, self.call, self.calls = unit_ref, call, 1
+        self._model: Any = None
+        self._versions: list[tuple[torch.Tensor, int]] = []  # what must not be edited meanwhile
+
+    @property
+    def forgotten(self) -> Derivation:
+        """The same without the call, for a copy of the tensor that may be edited by itself."""
+        return Derivation(self.unit_ref)
+
+    def keep(self, result: ShardTensor) -> None:
+        """Keep the operands of `call`, which has made `result`, if its values can be computed anew from them."""
+        assert self.call is not None
+        origins = [t._shard_state.origin for t in self.operands if t._unit_ref is None]
+        self.calls += max((origin.calls for origin in origins if origin is not None), default=0)
+        self._model = self._version_of_model()
+        local = [t._local if isinstance(t, ShardTensor) else t for t in (*self.call.tensors, result)]
+        # Without a version counter an edit would not be seen.
+        known = all(origin is not None and origin.is_current for origin in origins)
+        if self.calls > _MOST_CALLS or not known or any(t.is_inference() for t in local):
+            self.call = None
+            return
+        self._versions = [(t, t._version) for t in local]
+
+    @property
+    def operands(self) -> list[ShardTensor]:
+        """The sharded operands of the call, each once."""
+        assert self.call is not None
+        return list({id(t): t for t in self.call.tensors if isinstance(t, ShardTensor)}.values())
+
+    @property
+    def is_current(self) -> bool:
+        """True if neither the operands nor the result were edited since then."""
+        return (
+            self.call is not None
+            and self._model == self._version_of_model()
+            and all(tensor._version == version for tensor, version in self._versions)
+        )
+
+    def _version_of_model(self) -> tuple[int, int] | None:
+        unit = self.unit_ref()
+        if unit is None:
+            return None
+        versions = unit.runtime.versions
+        return versions.finished, versions.edits.digest
+
+
+def note(call: FunctionCall, results: Iterable[Any], operands: Iterable[list[Any]]) -> None:
+    """Note on new ShardTensors that `call` has computed them from parameters, if from nothing else that is sharded.
+
+    Args:
+        call: the call.
+        results: its results; several for a function of lists.
+        operands: the tensors that were combined for each of them.
+    """
+    for position, (new, combined) in enumerate(zip(results, operands, strict=False)):
+        if not isinstance(new, ShardTensor) or new._unit_ref is not None or any(new is t for t in combined):
+            continue
+        units = [_unit_ref(t) for t in combined if isinstance(t, ShardTensor)]
+        # With a gradient or optimizer state among the operands, the result is an update.
+        if not units or None in units:
+            continue
+        origin = Derivation(units[0], call.at(position) if call.name in LISTS else call)  # type: ignore[arg-type]
+        origin.keep(new)
+        new._shard_state.origin = origin
+
+
+def _unit_ref(t: ShardTensor) -> weakref.ref[Any] | None:
+    state = t._shard_state
+    return state.unit_ref if state.origin is None else state.origin.unit_ref
+
+
+def unit_of_origin(tensor: ShardTensor) -> UnitPort | None:
+    """Return the unit of a parameter, or of one from which the tensor was computed; None for other tensors."""
+    ref = _unit_ref(tensor)
+    return None if ref is None else ref()
+
+
+@contextlib.contextmanager
+def reading(tensors: Iterable[Any], what: str, recording: bool = False) -> Iterator[Read | None]:
+    """Return a context in which this rank alone reads parameters in full, with the function that it yields; None where all do.
+
+    Collective, unless this rank reads alone.
+
+    Args:
+        tensors: parameters, and tensors that were computed from some, whose full values will be wanted.
+        what: the operation, for messages; the same on all ranks.
+        recording: the result may be part of a graph.
+
+    Raises:
+        DivergenceError: this rank is alone, and can't compute one of the tensors anew.
+    """
+    sharded = [t for t in tensors if isinstance(t, ShardTensor)]
+    unit = next((unit for t in sharded if (unit := unit_of_origin(t)) is not None), None)
+    if unit is None or any(t._spec.part is not None for t in sharded):
+        yield None
+        return
+    known = all(_is_known(t, unit) for t in sharded)
+    with unit.runtime.on_demand.alone(unit, what, recording, known) as read:
+        yield read
+
+
+def _is_known(tensor: ShardTensor, unit: UnitPort) -> bool:
+    """Return True if :func:`full_values` can compute the tensor's values from parameters of the model of `unit`."""
+    if tensor._unit_ref is not None:
+        own = tensor._unit
+        return own is not None and own.runtime is unit.runtime
+    origin = tensor._shard_state.origin
+    return origin is not None and origin.is_current and all(_is_known(t, unit) for t in origin.operands)
+
+
+def full_values(tensor: ShardTensor, read: Read) -> torch.Tensor:
+    """Return the full values of a parameter, or of what was computed from some, which ``read(parameter)`` returns in full."""
+    if tensor._unit_ref is not None:
+        return read(tensor)
+    call = tensor._shard_state.origin.call  # type: ignore[union-attr]
+    assert call is not None
+    result: Any = on_full_values(call, read)
+    return result[0] if call.name in LISTS else result
+
+
+def on_full_values(call: FunctionCall, read: Read) -> Any:
+    """Run a function with full values in place of its sharded operands; see :func:`full_values`."""
+    sharded: Sequence[ShardTensor] = [t for t in call.tensors if isinstance(t, ShardTensor)]
+    return call.run(sharded, [full_values(t, read) for t in sharded])
+
+
+def full_tensor(tensor: ShardTensor, recording: bool = False) -> torch.Tensor:
+    """Return a tensor unsharded: plain, in new memory, without gradient. Collective, unless this rank reads alone.
+
+    `recording`: see :func:`reading`.
+    """
+    what = f"full_tensor of {tensor._spec.name}"
+    with reading([tensor], what, recording) as read:
+        if read is not None:
+            with torch.no_grad():
+                return full_values(tensor, read).detach()
+    return full_tensors([tensor], what)[0]
+
+
+def full_for_file(tensor: ShardTensor) -> torch.Tensor | None:
+    """Return the full values of a parameter, or of what was computed from parameters, whatever the others do. Not collective.
+
+    None for other tensors, and where they can't be read or computed anew.
+    """
+    unit = unit_of_origin(tensor)
+    if unit is None or not _is_known(tensor, unit):
+        return None
+    with unit.runtime.on_demand.alone_for_file(unit, f"the saving of {tensor._spec.name}") as read:
+        if read is None:
+            return None
+        with torch.no_grad():
+            return full_values(tensor, read).detach()
