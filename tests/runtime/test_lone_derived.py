@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,9 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "singular values": without_gradients(lambda m: torch.linalg.svdvals(m.first.weight.double())),
     "a scalar parameter": lambda m: float(m.scale.detach() * 2),
     "a file in halves": lambda m: saved({k: v.half() for k, v in m.state_dict().items()}),
+    "a file of deep copies": lambda m: saved(copy.deepcopy(m.state_dict())),
+    "a norm of a deep copy": lambda m: copy.deepcopy(m.state_dict())["first.weight"].norm(),
+    "a product with a deep copy": lambda m: torch.ones(2, 7) @ copy.deepcopy(m.state_dict())["first.weight"],
     "a file of clones": lambda m: saved({k: v.detach().clone().cpu() for k, v in m.state_dict().items()}),
 }
 
@@ -131,6 +135,8 @@ def test_an_array_can_not_be_written_to(rank: int) -> None:
 CHANGED: dict[str, Callable[[nn.Module, torch_shard.Engine], torch.Tensor]] = {
     "the result": lambda m, e: m.first.weight.detach().clone().mul_(2),
     "a copy of it": lambda m, e: copy.deepcopy(m.first.weight.detach().abs()).add_(1),
+    "a deep copy": lambda m, e: copy.deepcopy(m.state_dict())["first.weight"].add_(1),
+    "what was copied": lambda m, e: then(copy.deepcopy(m.state_dict())["first.weight"], lambda: train(m)),
     "an operand": lambda m, e: then(m.first.weight.detach().abs(), lambda: train(m)),
     "an operand, by a load": lambda m, e: then(
         m.first.weight.detach().abs(), lambda: e.load_state_dict(Net().state_dict())
@@ -220,6 +226,41 @@ def calls(tensor: Any) -> int:
     if origin.call is None:
         return 0
     return 1 + max((calls(t) for t in origin.operands if t._unit_ref is None), default=0)
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """As pytorch/examples' minGPT has it: ``dataclasses.asdict`` makes deep copies of what rank 0 alone saves."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+@ranks(2)
+def test_deep_copies_of_state_dicts_are_saved_by_one_rank(rank: int) -> None:
+    sharded, engine, plain = made(alone_after=0.1)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (sharded, plain)]
+
+    def step() -> None:
+        for model, optimizer in zip((sharded, plain), optimizers, strict=True):
+            model(batch()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for reader in (0, 1):
+        step()
+        if rank == reader:
+            both = zip((sharded, plain), optimizers, strict=True)
+            found, expected = (saved(dataclasses.asdict(Snapshot(m.state_dict(), o.state_dict()))) for m, o in both)
+            same(found, expected)
+    kept = copy.deepcopy(optimizers[0].state_dict())["state"][1]
+    kept["exp_avg"].mul_(2)
+    with pytest.raises(ShardPicklingError):  # the copy has changed
+        saved(kept["exp_avg"])
+    step()
+    with pytest.raises(ShardPicklingError):  # the state has changed
+        saved(kept["exp_avg_sq"])
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
 
 
 @pytest.mark.parametrize("alone", [True, False])

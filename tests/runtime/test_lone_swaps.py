@@ -174,6 +174,22 @@ def test_weights_that_are_not_those_of_before_are_not_trained_with(rank, strateg
 
 
 @ranks(2)
+def test_shards_of_before_a_load_are_not_those_of_now(rank, tmp_path):
+    sharded, engine, _ = made()
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    for name in ("one", "two"):
+        engine.save(tmp_path / name)
+        train(sharded, optimizer)
+    engine.load(tmp_path / "one")
+    stored = [p.detach().clone() for p in sharded.parameters()]
+    engine.load(tmp_path / "two")
+    if rank == 0:
+        swapped(sharded, stored)
+    with pytest.raises(DivergenceError, match="the same changes"):
+        train(sharded, optimizer)
+
+
+@ranks(2)
 def test_full_tensors_that_differ_in_their_shapes_only(rank):
     sharded, _, plain = made()
     both = (sharded, plain)

@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ConfigError, ShardError
+from ..shard_tensor.changes import StateOf
 from ..shard_tensor.spec import same_cut
 from ..shard_tensor.tensor import ShardTensor
 from .checks import (
@@ -192,7 +193,7 @@ class StepWatch:
             unit_ref: Any = param._unit_ref
             for key, value in entries.items():
                 if isinstance(value, ShardTensor) and isinstance(key, str) and same_cut(value._spec, param._spec):
-                    value._shard_state.state_of = unit_ref, held.optimizer_states.part_of(param, key)
+                    value._shard_state.state_of = StateOf(unit_ref, held.optimizer_states.part_of(param, key))
 
     def _led(self, optimizer: Any) -> Runtime | None:
         """Return the runtime if this watch leads the steps of `optimizer`."""

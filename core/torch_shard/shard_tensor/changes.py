@@ -14,9 +14,10 @@ import torch
 from .tensor import ShardTensor
 
 if TYPE_CHECKING:
+    from ..comm.one_sided.partners import ShardPart
     from ..comm.one_sided.versions import Versions
 
-__all__ = ["Origin", "changing", "has_values_of", "remember"]
+__all__ = ["Origin", "StateOf", "changing", "has_values_of", "is_current_copy", "remember"]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -25,16 +26,15 @@ class Origin(NamedTuple):
     """What a copy of a parameter's shard was made of (see :mod:`torch_shard.comm.one_sided.edits`).
 
     Attributes:
-        versions: of the model, by a weak reference.
+        unit_ref: weak reference to the parameter's unit.
         name: the parameter.
-        finished, base, number: the version of the model, and the number of the parameter's values in it.
+        version, number: the version of the model, and the number of the parameter's values in it.
         copied: the version counter of the copy.
     """
 
-    versions: weakref.ref[Versions]
+    unit_ref: weakref.ref[Any]
     name: str
-    finished: int
-    base: int
+    version: tuple[int, int, int]
     number: int
     copied: int
 
@@ -67,9 +67,19 @@ def has_values_of(value: Any, param: ShardTensor) -> bool:
     """Return True if `value` is a copy of `param` of the same dtype, and neither has changed since then."""
     if not isinstance(value, ShardTensor) or (unit := param._unit) is None:
         return False
+    origin = value._shard_state.copied_from
+    same = origin is not None and origin.unit_ref() is unit and origin.name == param._spec.name
+    return same and _is_whole(param) and is_current_copy(value)
+
+
+def is_current_copy(value: ShardTensor) -> bool:
+    """Return True if `value` is a copy of a parameter of the same dtype, and neither has changed since then."""
+    origin = value._shard_state.copied_from
+    unit = None if origin is None else origin.unit_ref()
+    if origin is None or unit is None or origin.copied != value._local._version:
+        return False
     versions = unit.runtime.versions
-    number = _values(param, value, versions)
-    return isinstance(number, int) and number == versions.edits.number(param._spec.name)
+    return bool((origin.version, origin.number) == (versions.present, versions.edits.number(origin.name)))
 
 
 @contextlib.contextmanager
@@ -96,22 +106,52 @@ def _values(target: ShardTensor, source: Any, versions: Versions) -> torch.Tenso
     if not isinstance(source, ShardTensor):
         return source if source.shape == spec.shape else None
     origin = source._shard_state.copied_from
-    if origin is None or origin.versions() is not versions or origin.copied != source._local._version:
+    if origin is None or origin.unit_ref() is not target._unit or origin.copied != source._local._version:
         return None
-    same = (origin.name, origin.finished, origin.base) == (spec.name, versions.finished, versions.edits.base)
-    return origin.number if same else None
+    return origin.number if (origin.name, origin.version) == (spec.name, versions.present) else None
 
 
 def remember(copy: ShardTensor, source: Any) -> None:
-    """Note that `copy` has just been made of `source`, a parameter or another copy of one, whose values it has."""
+    """Note that `copy` has just been made of `source`: a parameter, what an optimizer's ``state_dict()`` has, or a copy of it."""
     state, unit = source._shard_state, source._unit
     if unit is not None and _is_whole(source):
-        versions = unit.runtime.versions
-        number = versions.edits.number(source._spec.name)
-        ref, at = weakref.ref(versions), (versions.finished, versions.edits.base)
-        copy._shard_state.copied_from = Origin(ref, source._spec.name, *at, number, copy._local._version)
+        name, versions = source._spec.name, unit.runtime.versions
+        number, ref = versions.edits.number(name), state.unit_ref
+        assert ref is not None
+        copy._shard_state.copied_from = Origin(ref, name, versions.present, number, copy._local._version)
     elif (origin := state.copied_from) is not None and origin.copied == source._local._version:
         copy._shard_state.copied_from = origin._replace(copied=copy._local._version)
+    elif (named := state.state_of) is not None and (original := named.original(source)) is not None:
+        at = named.present(original), copy._local._version
+        copy._shard_state.state_of = named._replace(source=weakref.ref(original), at=at)
+
+
+class StateOf(NamedTuple):
+    """Which state of an optimizer a tensor is that came with its ``state_dict()``, or a copy of such a tensor.
+
+    Attributes:
+        unit_ref: weak reference to the parameter's unit.
+        part: what ranks call the state.
+        source: weak reference to the state of which this is a copy; None for the state itself.
+        at: the version of the state, when the copy was made, and the version counter of the copy.
+    """
+
+    unit_ref: weakref.ref[Any]
+    part: ShardPart
+    source: weakref.ref[ShardTensor] | None = None
+    at: tuple[Any, int] = (None, 0)
+
+    def original(self, tensor: ShardTensor) -> ShardTensor | None:
+        """Return the optimizer's state with the values of `tensor`, to which this belongs; None if one of them has changed."""
+        if self.source is None:
+            return tensor
+        found = self.source()
+        return found if found is not None and (self.present(found), tensor._local._version) == self.at else None
+
+    def present(self, state: ShardTensor) -> Any:
+        """Return the version that `state`, the optimizer's own, has now: steps change it with the parameters."""
+        unit = self.unit_ref()
+        return None if unit is None else (unit.runtime.versions.present, state._local._version)
 
 
 def _is_whole(param: ShardTensor) -> bool:

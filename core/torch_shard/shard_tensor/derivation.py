@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .changes import is_current_copy
 from .full_tensor import full_tensors
 from .function_call import FunctionCall
 from .function_sets import LISTS
@@ -27,6 +28,7 @@ __all__ = [
     "full_for_file",
     "full_tensor",
     "full_values",
+    "fulls",
     "note",
     "on_full_values",
     "reading",
@@ -123,8 +125,10 @@ def _unit_ref(t: ShardTensor) -> weakref.ref[Any] | None:
 
 
 def unit_of_origin(tensor: ShardTensor) -> UnitPort | None:
-    """Return the unit of a parameter, or of one from which the tensor was computed; None for other tensors."""
-    ref = _unit_ref(tensor)
+    """Return the unit of a parameter, or of one of which the tensor is a copy or was computed; None for other tensors."""
+    ref, copied_from = _unit_ref(tensor), tensor._shard_state.copied_from
+    if ref is None and copied_from is not None:
+        ref = copied_from.unit_ref
     return None if ref is None else ref()
 
 
@@ -157,14 +161,21 @@ def _is_known(tensor: ShardTensor, unit: UnitPort) -> bool:
     if tensor._unit_ref is not None:
         own = tensor._unit
         return own is not None and own.runtime is unit.runtime
+    if (copied_from := tensor._shard_state.copied_from) is not None and is_current_copy(tensor):
+        own = copied_from.unit_ref()
+        return own is not None and own.runtime is unit.runtime
     origin = tensor._shard_state.origin
     return origin is not None and origin.is_current and all(_is_known(t, unit) for t in origin.operands)
 
 
 def full_values(tensor: ShardTensor, read: Read) -> torch.Tensor:
-    """Return the full values of a parameter, or of what was computed from some, which ``read(parameter)`` returns in full."""
+    """Return the full values of a parameter, or of what was computed from some; ``read(parameter)`` returns one in full."""
     if tensor._unit_ref is not None:
         return read(tensor)
+    if (copied_from := tensor._shard_state.copied_from) is not None and is_current_copy(tensor):
+        unit: Any = copied_from.unit_ref()
+        flat, index = unit.find(tensor)
+        return read(flat.params[index])
     call = tensor._shard_state.origin.call  # type: ignore[union-attr]
     assert call is not None
     result: Any = on_full_values(call, read)
@@ -182,12 +193,16 @@ def full_tensor(tensor: ShardTensor, recording: bool = False) -> torch.Tensor:
 
     `recording`: see :func:`reading`.
     """
-    what = f"full_tensor of {tensor._spec.name}"
-    with reading([tensor], what, recording) as read:
+    return fulls([tensor], f"full_tensor of {tensor._spec.name}", recording)[0]
+
+
+def fulls(tensors: Sequence[ShardTensor], what: str, recording: bool = False) -> list[torch.Tensor]:
+    """Return tensors unsharded, as :func:`full_tensor` does. `what`: the operation, for messages; the same on all ranks."""
+    with reading(tensors, what, recording) as read:
         if read is not None:
             with torch.no_grad():
-                return full_values(tensor, read).detach()
-    return full_tensors([tensor], what)[0]
+                return [full_values(t, read).detach() for t in tensors]
+    return full_tensors(tensors, what)
 
 
 def full_for_file(tensor: ShardTensor) -> torch.Tensor | None:

@@ -156,15 +156,12 @@ def to_gather(call: FunctionCall) -> list[ShardTensor]:
     return list(found.values()) if all(map(stands_alone, found.values())) else []
 
 
-def on_copies(call: FunctionCall, sharded: Sequence[ShardTensor]) -> Any:
-    """Run a function with full copies in place of `sharded` among its operands. Collective.
+def on_copies(call: FunctionCall, sharded: Sequence[ShardTensor], copies: Sequence[torch.Tensor]) -> Any:
+    """Run a function with full `copies`, no inference tensors, in place of `sharded` among its operands.
 
     Raises:
         NeedsGatherError: the result is a view of a copy, or a copy was edited.
     """
-    more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
-    with torch.inference_mode(False):  # an inference tensor would not show whether it was edited
-        copies = full_tensors(sharded, f"{call.name} of the sharded {sharded[0]._spec.name}{more}")
     versions = [copy._version for copy in copies]
     result = call.run(sharded, copies)
     storages = set(map(storage_of, copies))

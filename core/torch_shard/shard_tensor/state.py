@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..comm.one_sided.partners import ShardPart
     from ..offload.pending_writes import PendingWrites
-    from .changes import Origin
+    from .changes import Origin, StateOf
     from .derivation import Derivation
     from .spec import ShardSpec
 
@@ -28,7 +27,7 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 
 # Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
 _SELDOM = {
-    "aside": None, "converted": False, "copied_from": None, "lost": False, "outdated": None, "state_of": None,
+    "aside": None, "converted": False, "lost": False, "outdated": None, "state_of": None,
     "unreduced": False,
 }  # fmt: skip
 
@@ -50,8 +49,7 @@ class ShardState:
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
-        state_of: weak reference to the parameter's unit, and what ranks call the state, if the tensor came with an optimizer's
-            ``state_dict()``.
+        state_of: which state of an optimizer the tensor is, if it came with a ``state_dict()``.
     """
 
     __slots__ = (
@@ -84,13 +82,13 @@ class ShardState:
     waits_for: PendingWrites | None
     aside: tuple[torch.Tensor, torch.Tensor | None] | None
     pending_writes: PendingWrites | None
-    state_of: tuple[weakref.ref[Any], ShardPart] | None
+    state_of: StateOf | None
 
     def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
         self.local = local
         self.spec = spec
         self.unit_ref = unit_ref
-        self.flat = self.origin = self.waits_for = self.pending_writes = None
+        self.flat = self.origin = self.copied_from = self.waits_for = self.pending_writes = None
 
     def __getattr__(self, name: str) -> Any:
         if name in _SELDOM:

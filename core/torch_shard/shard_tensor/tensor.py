@@ -152,14 +152,17 @@ class ShardTensor(torch.Tensor):
     def _full_for_file(self) -> torch.Tensor | None:
         """Return the full tensor for a file that this rank writes, whatever the others do. Not collective.
 
-        None if this is no parameter, nor computed from some, nor what an optimizer's ``state_dict()`` has returned, or can't be
-        read alone.
+        None if this is no parameter, nor computed from some, nor from an optimizer's ``state_dict()``, nor a copy of these, or
+        can't be read alone.
         """
-        if self._shard_state.state_of is None:
+        named = self._shard_state.state_of
+        if named is None:
             return derivation.full_for_file(self)
-        unit_ref, part = self._shard_state.state_of
-        unit = unit_ref()
-        return None if unit is None else unit.runtime.optimizer_states.read(part, self)
+        unit, original = named.unit_ref(), named.original(self)
+        if unit is None or original is None:
+            return None
+        found: torch.Tensor | None = unit.runtime.optimizer_states.read(named.part, original)
+        return found
 
     # -- copying, showing, saving ---------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -179,6 +182,7 @@ class ShardTensor(torch.Tensor):
             if grad is not None:
                 set_own_grad(result, copy.deepcopy(grad, memo))
         result._shard_state.copy_marks(self._shard_state)
+        changes.remember(result, self)
         for key, value in self.__dict__.items():
             if key != STATE:
                 result.__dict__[key] = copy.deepcopy(value, memo)
@@ -265,5 +269,5 @@ class ShardTensor(torch.Tensor):
 
 
 # These modules import ShardTensor, so that it has to be there first; hence the package imports this module first.
-from . import attributes, derivation, dispatch, torch_function  # noqa: E402
+from . import attributes, changes, derivation, dispatch, torch_function  # noqa: E402
 from .function_sets import DEVICE, DTYPE, GETTERS  # noqa: E402

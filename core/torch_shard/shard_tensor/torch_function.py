@@ -134,14 +134,13 @@ def _run(call: FunctionCall) -> Any:
     if name == "_foreach_norm" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return _norms(*args, **kwargs)
     derived, of_parameter = _descent(tensors)
-    if derived:
-        if not _shards_suffice(call):
-            return _on_full_tensors(call)
-        if name in SCALARS:
-            what, recording = f"{name} of what was computed from {_names_of(tensors)}", _records(tensors)
-            with derivation.reading(tensors, what, recording) as read:
-                if read is not None:
-                    return derivation.on_full_values(call, read)
+    if derived and not _shards_suffice(call):
+        return _on_full_tensors(call)
+    if name in SCALARS and (derived or any(isinstance(t, ShardTensor) and t._shard_state.copied_from for t in tensors)):
+        what, recording = f"{name} of what was computed from {_names_of(tensors)}", _records(tensors)
+        with derivation.reading(tensors, what, recording) as read:
+            if read is not None:
+                return derivation.on_full_values(call, read)
     try:
         with _NoTorchFunction():
             if torch.is_grad_enabled():
@@ -161,7 +160,15 @@ def _run(call: FunctionCall) -> Any:
         sharded = to_gather(call)
         if not sharded:
             raise
-    return on_copies(call, sharded)
+    return _on_copies(call, sharded)
+
+
+def _on_copies(call: FunctionCall, sharded: list[Any]) -> Any:
+    """Run a function with full copies in place of `sharded`. Collective, unless this rank reads alone."""
+    more = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
+    with torch.inference_mode(False):  # an inference tensor would not show whether it was edited
+        copies = derivation.fulls(sharded, f"{call.name} of the sharded {sharded[0]._spec.name}{more}")
+    return on_copies(call, sharded, copies)
 
 
 def _exported(call: FunctionCall, tensor: ShardTensor) -> Any:
@@ -170,7 +177,7 @@ def _exported(call: FunctionCall, tensor: ShardTensor) -> Any:
         sharded = to_gather(call)
         if not sharded:
             raise gather_error(call.tensors, call.name)
-        result = on_copies(call, sharded)
+        result = _on_copies(call, sharded)
     else:
         if call.name != "tolist" and tensor.requires_grad and not call.kwargs.get("force"):
             torch.empty(0, requires_grad=True).numpy()  # raises what plain torch raises

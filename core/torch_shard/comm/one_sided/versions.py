@@ -70,10 +70,15 @@ class Versions:
         # Waits for ranks that may still come to read the present version.
         self.settle: Callable[[], None] = lambda: None
         self.line = "the start"
-        self.finished = 0
+        self.finished = self._restarts = 0
         self.edits = Edits()
         self.tracks_edits = tracks_edits
         self.changed = False
+
+    @property
+    def present(self) -> tuple[int, int, int]:
+        """What no other version of this rank's shards has had, beside edits whose values are known."""
+        return self._restarts, self.finished, self.edits.base
 
     @property
     def changing(self) -> bool:
@@ -149,7 +154,7 @@ class Versions:
         find that the others have counted anew, too.
         """
         with self._state:
-            self.finished = 0
+            self.finished, self._restarts = 0, self._restarts + 1
             self.edits.forget()
             self._state.notify_all()
 
