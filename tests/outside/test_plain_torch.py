@@ -10,8 +10,8 @@ import numpy
 import pytest
 
 from .support import makers
-from .support.program import TORCHRUN, Program
-from .support.sources import Outside, Packaged
+from .support.program import TORCHRUN, Program, Tolerance
+from .support.sources import Fetched, Outside, Packaged
 
 
 def _tokens(folder: Path) -> None:
@@ -57,6 +57,22 @@ _OPEN_CLIP = (
     "--name=tiny", "--log-every-n-steps=1", "--precision=fp32", "--save-most-recent",
 )  # fmt: skip
 
+
+def example(path: str, digest: str) -> Fetched:
+    return Fetched("pytorch/examples", "77f55b912142", f"distributed/{path}", digest)
+
+
+def _text(folder: Path) -> None:
+    draw = numpy.random.default_rng(0)
+    (folder / "input.txt").write_bytes(draw.integers(97, 120, 300).astype(numpy.uint8).tobytes())
+
+
+_MINGPT = (
+    "data_config.path={data}/input.txt", "data_config.block_size=8", "data_config.truncate=1.0", "gpt_config.n_layer=2",
+    "gpt_config.n_head=2", "gpt_config.n_embd=16", "trainer_config.batch_size=16", "trainer_config.data_loader_workers=0",
+    "trainer_config.use_amp=False", "trainer_config.save_every=1",
+)  # fmt: skip
+
 PROGRAMS = [
     Program(
         "nanoGPT's train.py: rank 0 evaluates and saves; resumed",
@@ -83,6 +99,24 @@ PROGRAMS = [
         TORCHRUN,
         prepare=_classes,
         stand_ins=["cpu_as_cuda"],
+    ),
+    Program(
+        "pytorch/examples' minGPT: deep copies of both state dicts saved by rank 0; resumed",
+        example("minGPT-ddp/mingpt/main.py", "76ed1d0d9af85b77"),
+        (*_MINGPT, "trainer_config.max_epochs=1"),
+        TORCHRUN,
+        then=[(*_MINGPT, "trainer_config.max_epochs=2")],
+        prepare=_text,
+        tolerance=Tolerance(noise={"*.in_proj_bias": 1e-4}, reason="Adam, and the bias of attention's keys"),
+        stand_ins=["cpu_as_cuda", "cpu_as_accelerator"],
+    ),
+    Program(
+        "pytorch/examples' DDP tutorial: a snapshot of rank 0; resumed",
+        example("ddp-tutorial-series/multigpu_torchrun.py", "6b0a1568337fe206"),
+        ("1", "1"),
+        TORCHRUN,
+        then=[("2", "1")],
+        stand_ins=["cpu_as_cuda", "cpu_as_accelerator"],
     ),
     Program(
         "open_clip's training: features of all ranks in the loss, a clamped scale, checkpoints of rank 0",
