@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_shard
 from tests.support.ranks import ranks
-from torch_shard.errors import DivergenceError, ReplacedParameterError, ShardPicklingError
+from torch_shard.errors import DivergenceError, ReplacedParameterError, ShardPicklingError, UnitStateError
 
 
 class Net(nn.Module):
@@ -182,6 +182,33 @@ def test_all_ranks_read_what_has_changed_after_one_rank_was_alone(rank: int) -> 
     for _ in range(2):
         same(kept[0].sum(), kept[1].sum())
     dist.barrier()
+
+
+class Cached(Net):
+    """Computes with what was computed from a parameter before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.kept.sum()
+
+
+@ranks(2)
+def test_what_has_changed_is_refused_in_a_forward_of_one_rank(rank: int) -> None:
+    sharded, plain = Cached(), Cached()
+    engine = torch_shard.shard(sharded, units=["first", "second"], alone_after=0.1)
+    for model in (sharded, plain):
+        model.kept = model.first.weight.detach() * 2.0
+    with torch.no_grad():
+        if rank == 0:
+            same(sharded(batch()), plain(batch()))
+        dist.barrier()
+    for model in (sharded, plain):
+        train(model)
+    with torch.no_grad():
+        if rank == 0:
+            with pytest.raises(UnitStateError, match=r"sum of .* from first\.weight .* concerns all ranks"):
+                sharded(batch())
+        dist.barrier()
+    goes_on(sharded, engine, plain)
 
 
 @ranks(2)

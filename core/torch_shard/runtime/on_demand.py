@@ -18,6 +18,7 @@ from ..shard_tensor.function_sets import SCALARS, creates, exposes_memory, initi
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.full_values import full_flat
+from ..unit.shard_reads import read_parameter
 from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
@@ -182,7 +183,7 @@ class OnDemand:
     def _read_parameter(self, param: ShardTensor, recording: bool) -> torch.Tensor:
         unit: Any = param._unit
         flat, index = unit.find(param)
-        full: torch.Tensor = flat.read_parameter(index, self.runtime.reading)
+        full = read_parameter(flat, index, self.runtime.reading)
         return self._without_backward(full, flat, index) if recording and param.requires_grad else full
 
     def _scalar(self, unit: Unit, param: ShardTensor, name: str, recording: bool) -> torch.Tensor | None:
@@ -204,12 +205,12 @@ class OnDemand:
         if runtime.forwards.running and not runtime.lone.running:
             return False  # all ranks run this forward
         note = zlib.crc32(text.encode()), text
-        return runtime.lone.meet(text, [note], sure=recording, alone=known) is None
+        return runtime.meet(text, [note], sure=recording, alone=known) is None
 
     def _read_alone(self, flat: FlatBuffer, index: int, recording: bool) -> torch.Tensor:
         """Return the full parameter with its stored values, which this rank alone reads; `recording`: for a graph."""
         assert self.runtime.reading is not None
-        full = flat.read_parameter(index, self.runtime.reading)
+        full = read_parameter(flat, index, self.runtime.reading)
         self._uses.append(_Stored(flat, index, full, alone=True))
         placed = flat.placed[index]
         param = nn.Parameter(full, requires_grad=False) if placed is None else gathered_parameter(placed, full)

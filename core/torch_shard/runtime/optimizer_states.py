@@ -8,6 +8,7 @@ import torch
 
 from ..comm.one_sided.partners import ShardPart
 from ..shard_tensor.tensor import ShardTensor
+from ..unit.shard_reads import read_state
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -51,6 +52,6 @@ class OptimizerStates:
         if flat.split or not self.are_read_alone or not runtime.served.has(part, own):
             return None
         if runtime.collectives.world == 1:
-            return flat.read_state(part, own._local, None)
+            return read_state(flat, part, own._local, None)
         with runtime.lone.alone(f"the {part.key} of {flat.params[part.param]._spec.name}") as reading:
-            return None if reading is None else flat.read_state(part, own._local, reading)
+            return None if reading is None else read_state(flat, part, own._local, reading)

@@ -121,7 +121,7 @@ class Undo(contextlib.ExitStack):
         unit = flat.unit()
         if unit is not None:  # free the shard before the next values need memory
             unit.flats[:] = [other for other in unit.flats if other is not flat]
-            unit.places = [place for place in unit.places if place[2] is not flat]
+            unit.places[:] = [place for place in unit.places if place[2] is not flat]
 
 
 def _restore_module(module: nn.Module, params: dict[str, Any], buffers: dict[str, Any]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..comm.one_sided.partners import Reading, ShardPart
+from ..comm.one_sided.partners import Reading
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..config.param_dtypes import Dtypes
@@ -26,6 +26,7 @@ from ..shard_tensor.dtensor_classes import gathered_parameter, shard_class, unsh
 from ..shard_tensor.spec import ShardSpec, shard_of_part
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
+from . import shard_reads
 from .gradient_buffer import GradientBuffer
 from .served_shard import ServedShard
 
@@ -248,92 +249,14 @@ class FlatBuffer:
         self.fresh_version = self.version
         with torch.no_grad():
             if self.quantizer is None:
-                self.read_into(self.full, reading, "sent")
-                self._take_own(self.full, reading)
-                return
-            size, nbytes = self.collectives.size, self.quantizer.nbytes
-            payloads = torch.empty(size, nbytes, dtype=torch.uint8, device=self.full.device)
-            self.read_into(payloads.view(-1), reading, "sent")
-            self._sent, self._edited = payloads[self.collectives.rank].clone(), None
-            self.quantizer.decode(payloads, self.full.view(size, -1))
-            self._take_own(self.full, reading)
-
-    def read_stored(self, full: torch.Tensor, reading: Reading) -> None:
-        """Fill `full`, 1-D with one slot a rank, with the stored values."""
-        self.read_into(full, reading, "stored")
-        self._take_own(full, reading)
-
-    def _take_own(self, full: torch.Tensor, reading: Reading) -> None:
-        for i, slot in enumerate(self.layout.slots if reading.own else ()):
-            if slot.name in reading.own:
-                self.view(full, i).copy_(reading.own[slot.name].to(self.dtype))
-
-    def read_into(self, full: torch.Tensor, reading: Reading, form: Literal["stored", "sent"]) -> None:
-        """Fill `full`, 1-D with one slot a rank, with the ranks' shards in this form."""
-        slots = full.view(self.collectives.size, -1)
-        part = self._part(form)
-        slots[self.collectives.rank].copy_(self.served.part(part))
-        reading.fill(slots.unbind(0), len(slots) * [part])
-
-    def read_parameter(self, index: int, reading: Reading | None) -> torch.Tensor:
-        """Return parameter `index` with its stored values, from shards that the other ranks hand out: plain, in new memory.
-
-        Under tensor parallelism this is the rank's part of the parameter. Without other ranks `reading` may be None.
-        """
-        values = self._read_pieces(index, self.dtype, reading, partial(self._part, "stored"), self.served.part)
-        name = self.layout.slots[index].name
-        if reading is not None and name in reading.own:
-            with torch.no_grad():
-                values.copy_(reading.own[name])
-        return values
-
-    def read_state(self, part: ShardPart, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-        """Return optimizer state that is cut like a parameter of this buffer, as :meth:`read_parameter` returns parameters.
-
-        Args:
-            part: the state.
-            local: this rank's shard of it.
-            reading: as for :meth:`read_parameter`.
-        """
-        return self._read_pieces(part.param, local.dtype, reading, lambda start, stop: part, lambda part: local)
-
-    def _read_pieces(
-        self,
-        index: int,
-        dtype: torch.dtype,
-        reading: Reading | None,
-        part_of: Callable[[int, int], ShardPart],
-        own_piece: Callable[[ShardPart], torch.Tensor],
-    ) -> torch.Tensor:
-        """Return a tensor of the shape of parameter `index`, of which each rank has the piece that is in its slot.
-
-        Args:
-            index: the parameter's number in this buffer.
-            dtype: the tensor's.
-            reading: the running read; None without other ranks.
-            part_of: returns what to ask a rank for, by the piece's beginning and end in that rank's slot.
-            own_piece: returns this rank's piece, by what it would be asked for.
-        """
-        slot, size = self.layout.slots[index], self.layout.shard_numel
-        with torch.inference_mode(False), torch.no_grad():
-            values = torch.empty(slot.numel, dtype=dtype, device=self.collectives.device)
-            pieces, parts = [], []
-            for rank in range(self.collectives.size):
-                start, stop = max(slot.offset, rank * size), min(slot.stop, (rank + 1) * size)
-                stop = max(start, stop)
-                pieces.append(values[start - slot.offset : stop - slot.offset] if start < stop else values[:0])
-                parts.append(part_of(start - rank * size, stop - rank * size))
-            own = self.collectives.rank
-            if pieces[own].numel():
-                pieces[own].copy_(own_piece(parts[own]))
-            if reading is not None:
-                reading.fill(pieces, parts)
-        return values.as_strided(slot.shape, slot.stride)
-
-    def _part(self, form: Literal["stored", "sent"], start: int | None = None, stop: int | None = None) -> ShardPart:
-        unit = self.unit()
-        assert unit is not None
-        return ShardPart(unit.index, unit.flats.index(self), form, start, stop)
+                shard_reads.fill(self, self.full, reading, "sent")
+            else:
+                size, nbytes = self.collectives.size, self.quantizer.nbytes
+                payloads = torch.empty(size, nbytes, dtype=torch.uint8, device=self.full.device)
+                shard_reads.fill(self, payloads.view(-1), reading, "sent")
+                self._sent, self._edited = payloads[self.collectives.rank].clone(), None
+                self.quantizer.decode(payloads, self.full.view(size, -1))
+            shard_reads.put_own_values(self, self.full, reading)
 
     @property
     def served(self) -> ServedShard:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .flat_buffer import FlatBuffer
+from .shard_reads import read_stored
 
 
 def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,7 +29,7 @@ def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -
     if reading is not None:
         with torch.inference_mode(False), torch.no_grad():
             full = _memory(flat, flat.dtype, memory)
-            flat.read_stored(full, reading)
+            read_stored(flat, full, reading)
         return full
     return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
 

@@ -40,14 +40,15 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.collectives import join, outside_inference
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
-from ..errors import ReplacedParameterError, ShardError, UnitStateError
+from ..errors import ShardError, UnitStateError
 from ..offload.host_shard import Crossing
 from ..shard_tensor.tensor import ShardTensor
-from ..utils.autograd_private import inside_functional_call, saved_tensors_hooks
+from ..utils.autograd_private import saved_tensors_hooks
 from ..utils.pytree import may_hold_tensors, tensors_in
 from .flat_buffer import FlatBuffer
-from .module_params import adopt, copy_attributes, rebuild_flat_weights
+from .module_params import adopt
 from .phases import PHASES
+from .places import Places
 
 if TYPE_CHECKING:
     from .ports import RuntimePort
@@ -83,8 +84,7 @@ class Unit:
         # Unsharded parameters have memory of their own: their values come from other ranks, are cast, or come from host memory.
         self.gathers = self.sharded or self.host is not None
         self.flats: list[FlatBuffer] = []
-        # (module, attribute, flat, index): every attribute of the model's modules that holds a parameter of this unit
-        self.places: list[tuple[nn.Module, str, FlatBuffer, int]] = []
+        self.places = Places()
         self.triggers: list[nn.Module] = []
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
@@ -398,14 +398,7 @@ class Unit:
         for flat in self.flats:
             flat.mirror()
         self.installed = 1
-        for module, attribute, flat, index in self.places:
-            slots, param = module._parameters, flat.params[index]
-            held: Any = slots.get(attribute)
-            if held is param:  # else torch.func.functional_call has put a tensor there for one call
-                slots[attribute] = flat.unsharded_params[index]
-            copy_attributes(param, flat.unsharded_params[index])
-        for rnn in self._rnns:
-            rebuild_flat_weights(rnn)
+        self.places.put_unsharded()
         for flat in self.flats:
             flat.note_versions()
 
@@ -414,26 +407,12 @@ class Unit:
 
         The unsharded parameters must not be in the modules.
         """
-        for module, attribute, flat, index in self.places:
-            held: Any = module._parameters.get(attribute)
-            if held is not flat.params[index] and not _is_of_functional_call(held):
-                name = flat.layout.slots[index].name
-                raise ReplacedParameterError(
-                    f"rank {self.collectives.world_rank}: {type(module).__name__}.{attribute} (sharded as {name!r}) holds "
-                    "another parameter than when the model was sharded. Replace or convert layers before "
-                    "shard(), use load_state_dict without assign=True, or close() the engine and shard again."
-                )
+        self.places.refuse_replaced(self.collectives.world_rank)
 
     def exchange(self, params: list[list[nn.Parameter]]) -> None:
         """Make `params`, by flat buffer, the unsharded parameters, also in the modules if these hold them now."""
         chosen = dict(zip(self.flats, params, strict=True))
-        for module, attribute, flat, index in self.places:
-            before, after = flat.unsharded_params[index], chosen[flat][index]
-            if module._parameters.get(attribute) is before:
-                module._parameters[attribute] = after
-                copy_attributes(before, after)
-        for rnn in self._rnns:
-            rebuild_flat_weights(rnn)
+        self.places.exchange(chosen)
         for flat, unsharded in chosen.items():
             flat.unsharded_params = unsharded
 
@@ -442,7 +421,7 @@ class Unit:
         self.installed -= 1
         if self.installed:
             return
-        self._restore()
+        self.places.put_back()
         if self.is_summoned:
             return
         if self.gathers:
@@ -452,20 +431,6 @@ class Unit:
             # an unsharded parameter other memory.
             for flat in self.flats:
                 flat.check_places()
-
-    def _restore(self) -> None:
-        for module, attribute, flat, index in self.places:
-            slots: dict[str, Any] = module._parameters
-            if slots.get(attribute) is flat.unsharded_params[index]:
-                slots[attribute] = flat.params[index]
-                if len(flat.unsharded_params[index].__dict__) > 1:  # forward has set attributes beside `_place`
-                    copy_attributes(flat.unsharded_params[index], flat.params[index])
-        for rnn in self._rnns:
-            rebuild_flat_weights(rnn)
-
-    @functools.cached_property
-    def _rnns(self) -> list[nn.RNNBase]:
-        return list(dict.fromkeys(m for m, *_ in self.places if isinstance(m, nn.RNNBase)))
 
     def write_back_edits(self) -> None:
         """Write to the shard what a forward has edited (`with no_grad(): self.weight.clamp_()`).
@@ -554,11 +519,6 @@ class Unit:
 def unit_of(param: object) -> Unit | None:
     """Return the unit of a sharded parameter; None for gradients, optimizer state and plain tensors."""
     return cast("Unit | None", param._unit) if isinstance(param, ShardTensor) else None
-
-
-def _is_of_functional_call(found: Any) -> bool:
-    """Return True if torch.func.functional_call has put `found` into a module, in place of a parameter, for one call."""
-    return (isinstance(found, torch.Tensor) and not isinstance(found, nn.Parameter)) or inside_functional_call()
 
 
 _HOLDERS = frozenset({torch.Tensor, list, tuple, dict})
