@@ -103,7 +103,7 @@ def views(job: Job) -> None:
 
 @case(
     "`model.to(dtype)` after sharding",
-    test="test_conversion_after_sharding_is_refused_by_name_and_changes_nothing",
+    test="test_a_model_converted_after_sharding_is_not_run",
     refused=True,
     tolerance=(1e-4, 1e-5),
 )
