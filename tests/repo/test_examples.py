@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 
 def raw_torch(ranks: int, *arguments: object, folder: Path, program: str = "raw_torch.py") -> str:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    return run_python(*launcher, EXAMPLES / program, *arguments, folder=folder, timeout=280).stdout
+    return run_python(*launcher, EXAMPLES / program, *arguments, folder=folder, timeout=560).stdout
 
 
 def held_out_loss(printed: str) -> str:

@@ -32,7 +32,7 @@ def by_foreach(params: Params, sources: Params) -> None:
 
 def by_assignment(params: Params, sources: Params) -> None:
     for p, source in zip(params, sources, strict=True):
-        p.data = source.data.clone()
+        p.data = source.data
 
 
 def without_gradients(params: Params, sources: Params) -> None:

@@ -114,6 +114,8 @@ def _values(target: ShardTensor, source: Any, versions: Versions) -> torch.Tenso
 def remember(copy: ShardTensor, source: Any) -> None:
     """Note that `copy` has just been made of `source`: a parameter, what an optimizer's ``state_dict()`` has, or a copy of it."""
     state, unit = source._shard_state, source._unit
+    if copy._local.is_inference():
+        return  # without a version counter an edit would not be seen
     if unit is not None and _is_whole(source):
         name, versions = source._spec.name, unit.runtime.versions
         number, ref = versions.edits.number(name), state.unit_ref
