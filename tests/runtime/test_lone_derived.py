@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,19 @@ def test_what_has_changed_since_it_was_computed_needs_all_ranks(rank: int, chang
             tensor.mean()
         else:
             train(sharded)
+
+
+@ranks(2)
+def test_what_was_computed_before_a_file_was_loaded_needs_all_ranks(rank: int, tmp_path: Path) -> None:
+    sharded, engine, _ = made()
+    for name in ("one", "two"):
+        engine.save(tmp_path / name)
+        train(sharded)
+    engine.load(tmp_path / "one")
+    tensor = sharded.first.weight.detach() * 2.0
+    engine.load(tmp_path / "two")
+    with pytest.raises(ShardPicklingError):
+        saved(tensor)
 
 
 @ranks(2)

@@ -91,12 +91,12 @@ class Derivation:
             and all(tensor._version == version for tensor, version in self._versions)
         )
 
-    def _version_of_model(self) -> tuple[int, int] | None:
+    def _version_of_model(self) -> tuple[int, ...] | None:
         unit = self.unit_ref()
         if unit is None:
             return None
         versions = unit.runtime.versions
-        return versions.finished, versions.edits.digest
+        return *versions.present, versions.edits.digest
 
 
 def note(call: FunctionCall, results: Iterable[Any], operands: Iterable[list[Any]]) -> None:
