@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from .comm.streams import streams_of
 from .errors import ConfigError, ShardError
 from .offload.host_buffers import HostBuffer, HostBuffers
 from .shard_tensor.unsharded_param import is_of_unit
@@ -149,7 +150,7 @@ class ActivationOffload:
             and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
             and not is_of_unit(tensor)
             and _is_dense(tensor)
-            and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+            and not streams_of(tensor.device).is_capturing()
         )
 
     def _device(self, device: torch.device) -> _Device:
@@ -159,12 +160,12 @@ class ActivationOffload:
 
 
 class _Device:
-    """Host memory for what a device keeps, and on CUDA the streams on which copies are made."""
+    """Host memory for what a device keeps, and the streams on which copies are made."""
 
     def __init__(self, device: torch.device) -> None:
         self.pool = HostBuffers(device)
-        on_cuda = device.type == "cuda"
-        self.out, self.back = [torch.cuda.Stream(device) if on_cuda else None for _ in range(2)]
+        self.streams = streams_of(device)
+        self.out, self.back = self.streams.new(), self.streams.new()
 
 
 class _OnDevice:
@@ -183,7 +184,7 @@ class _OnDevice:
         """Make the current stream, which computes with the tensor, wait for the copy; return the tensor."""
         if self.event is not None:
             # Hazards: reading what has not come back yet; and giving memory that is still read to the stream's next allocation.
-            torch.cuda.current_stream(self.tensor.device).wait_event(self.event)
+            streams_of(self.tensor.device).wait(self.event)
             self.waited = True
         return self.tensor
 
@@ -218,19 +219,15 @@ class _Copy:
             self.own.pool.give(self.buffer)
 
     def _run(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy `source` to `target` on `stream`; return the event behind the copy, None without a GPU."""
-        if stream is None:
-            target.copy_(source)
-            return None
+        """Copy `source` to `target` on `stream`; return the event behind the copy, None on the CPU."""
+        streams = self.own.streams
         # Hazards: copying out what compute has not written yet, and copying into memory that compute, which had it before, still
         # uses.
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        if self.buffer.event is not None:
+        with streams.follow(stream):
             # Hazards: overwriting on the host what an earlier user's copy back still reads; reading what is not there yet.
-            stream.wait_event(self.buffer.event)
-        with torch.cuda.stream(stream):
+            streams.wait(self.buffer.event)
             target.copy_(source, non_blocking=True)
-        self.buffer.event = stream.record_event()
+            self.buffer.event = streams.record()
         return self.buffer.event
 
     def on_device(self) -> tuple[_OnDevice, bool]:

@@ -18,6 +18,7 @@ from tests.support.marks import exhaustive
 from tests.support.odd_model import trained
 from tests.support.ranks import ranks
 from torch_shard.comm.process_groups import ProcessGroups
+from torch_shard.comm.streams import Streams
 from torch_shard.comm.traffic_statistics import StreamWaits, waits
 from torch_shard.comm.watchdog import Watchdog
 from torch_shard.comm.work import Channel, Pending
@@ -259,7 +260,7 @@ class FakeEvent:
         self.time = -1.0
         self.passed = False
 
-    def record(self, stream: Any) -> None:
+    def record(self) -> None:
         self.time, self.passed = FakeEvent.now, False
 
     def query(self) -> bool:
@@ -273,16 +274,27 @@ class FakeChannel:
     waited = 0.0
 
 
-def test_waiting_of_streams_is_read_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    made: list[FakeEvent] = []
+class FakeStreams(Streams):
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.made: list[FakeEvent] = []
+        self.captures = False
 
-    def event() -> FakeEvent:
-        made.append(FakeEvent())
-        return made[-1]
+    def timing_event(self) -> FakeEvent:
+        self.made.append(FakeEvent())
+        return self.made[-1]
 
-    timer, channel = StreamWaits(torch.device("cuda"), event), FakeChannel()
+    def record(self, stream: Any = None, *, event: Any = None, sleeps: bool = False) -> Any:
+        event.record()
+        return event
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+
+def test_waiting_of_streams_is_read_when_it_is_over() -> None:
+    streams = FakeStreams()
+    timer, channel, made = StreamWaits(streams), FakeChannel(), streams.made
     for seconds in (0.25, 0.5):
         begun = timer.begin()
         FakeEvent.now += seconds
@@ -301,6 +313,6 @@ def test_waiting_of_streams_is_read_when_it_is_over(monkeypatch: pytest.MonkeyPa
     timer.collect()
     assert channel.waited == pytest.approx(0.75)
     assert len(made) <= 8, "events are used again"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    streams.captures = True
     assert timer.begin() is None
     timer.end(channel, None)

@@ -9,27 +9,22 @@ import weakref
 
 import torch
 
-
-class Stream:
-    def __init__(self):
-        self.waited = []
-
-    def wait_event(self, event):
-        self.waited.append(event)
-
-    def wait_stream(self, stream):
-        pass
+from torch_shard.comm.streams import Streams
 
 
-class Device:
-    """Attributes:
-    stream: the current one.
-    left: for each copy of gradients to the host its event, a weak reference to the device memory, and the unit's number.
+class Device(Streams):
+    """A device with one stream.
+
+    Attributes:
+        waited: the events for which the stream waits.
+        left: for each copy of gradients to the host its event, a weak reference to the device memory, and the unit's number.
     """
 
+    exist = True
+
     def __init__(self, holds):
-        self.stream = Stream()
-        self.left = []
+        super().__init__(torch.device("cpu"))
+        self.waited, self.left = [], []
         self._go = threading.Event()
         if not holds:
             self._go.set()
@@ -37,19 +32,22 @@ class Device:
     def pass_events(self):
         self._go.set()
 
-    def event(self, **options):
+    def current(self):
+        return "the only one"
+
+    def record(self, stream=None, *, event=None, sleeps=False):
         return Event(self._go)
 
+    def wait(self, event, stream=None):
+        self.waited.append(event)
+
     def waits_for(self, event):
-        return any(event is other for other in self.stream.waited)
+        return any(event is other for other in self.waited)
 
 
 class Event:
     def __init__(self, go):
         self._go = go
-
-    def record(self, stream=None):
-        pass
 
     def query(self):
         return self._go.is_set()
@@ -69,9 +67,8 @@ def beside_gpu(host, gradients=(), holds=False):
         device.left.append((event, weakref.ref(values), unit))
         keep(event, values, unit, flat, streams)
 
-    before = torch.cuda.Event, torch.cuda.current_stream
-    torch.cuda.Event, torch.cuda.current_stream = device.event, lambda *_: device.stream
-    host.on_cuda, host.leaving, host.keep = True, contextlib.nullcontext, kept
+    c, before = host.collectives, host.streams
+    host.streams, c.streams, host.keep = device, device, kept
     for each in gradients:
         each._notes_streams = True
     try:
@@ -80,8 +77,7 @@ def beside_gpu(host, gradients=(), holds=False):
         device.pass_events()
         host.thread.rest()
         host.forget_arrived()
-        host.on_cuda = False
-        del host.leaving, host.keep
+        host.streams = c.streams = before
+        del host.keep
         for each in gradients:
             each._notes_streams = False
-        torch.cuda.Event, torch.cuda.current_stream = before

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.offload.beside_gpu import beside_gpu
 from tests.offload.models import Training, flats, held_up, hold, inputs, loss_of, same, units
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -147,10 +148,8 @@ def test_an_optimizer_of_matrices_is_refused_beside_a_gpu(rank):
     optimizer = torch.optim.Muon([p for p in training.model.parameters() if p.dim() == 2])
     loss_of(training.model, inputs(rank, 0)).backward()
     before = training.engine.state_dict(form="full")
-    training.engine._runtime.host.on_cuda = True  # as on a machine with one
-    with pytest.raises(errors.ShardError, match="Muon needs full matrices"):
+    with beside_gpu(training.engine._runtime.host), pytest.raises(errors.ShardError, match="Muon needs full matrices"):
         optimizer.step()
-    training.engine._runtime.host.on_cuda = False
     same(before, training.engine.state_dict(form="full"))
 
 

@@ -54,6 +54,15 @@ TYPES = (
     "torch.distributed.fsdp",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
 )
+# Of torch, what only comm/streams.py asks for devices; and what else does, for more than streams and events.
+DEVICES = {"cuda", "xpu", "accelerator", "get_device_module"}
+ASK_DEVICES = {
+    "comm/streams.py",
+    "comm/mesh.py",  # how many there are
+    "config/precision.py",  # which dtypes they have
+    "config/quantization.py",
+    "offload/pinned.py",  # page-locks memory through CUDA's own functions
+}
 # Maps the user's own calls of torch.distributed to what they mean for a sharded tensor; calls none itself.
 EXCEPTIONS = {"shard_tensor/c10d_functions.py"}
 
@@ -152,6 +161,17 @@ def communicates(file: Path, source: str | None = None) -> list[str]:
     return found
 
 
+def asks_devices(file: Path, source: str | None = None) -> list[str]:
+    """Return where a file asks torch for devices, streams or events."""
+    tree = ast.parse(file.read_text() if source is None else source)
+    return [
+        f"{file.relative_to(ROOT)}:{node.lineno} uses torch.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in DEVICES
+        if isinstance(node.value, ast.Name) and node.value.id == "torch"
+    ]
+
+
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
@@ -186,6 +206,11 @@ def test_only_comm_can_call_torch_distributed():
     assert [line for file in outside for line in communicates(file)] == []
 
 
+def test_streams_and_events_come_from_one_place():
+    others = [file for file in files_of(CORE) if str(file.relative_to(CORE)) not in ASK_DEVICES]
+    assert [line for file in others for line in asks_devices(file)] == []
+
+
 # -- that these tests can fail ----------------------------------------------------------------------------------------
 
 
@@ -196,6 +221,7 @@ WRONG = [
     (upward, "core/torch_shard/errors.py", "import torch_shard.log\nfrom .utils import pytree", 1),
     (upward, "core/torch_shard/state/model_state.py", "from torch_shard import Engine", 1),
     (upward, "core/torch_shard/optim/matrix/step.py", "from ...engine import Engine", 1),
+    (asks_devices, "core/torch_shard/unit/unit.py", "import torch\n\nhere = torch.cuda.current_stream()", 1),
     (beyond_public, "lightning_shard/__init__.py", "from torch_shard.unit.unit import Unit", 1),
     (beyond_public, "lightning_shard/__init__.py", "from torch_shard import runtime, Engine", 1),
     (beyond_public, "lightning_shard/__init__.py", "import torch_shard.comm", 1),

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from . import process_group_ops
 from .gradient_reduction import Reduction
 from .one_sided.service import Service
 from .small_collectives import ScalarComm
+from .streams import streams_of
 from .watchdog import Watchdog, blocking
 from .work import Channel, Pending
 
@@ -57,13 +58,6 @@ class _Works:
                 work.wait()
             else:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-
-def join(stream: Any, others: Iterable[Any]) -> None:
-    """Make `stream` wait for the work that the other streams have been given so far."""
-    for other in others:
-        if other != stream:
-            stream.wait_stream(other)
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -124,6 +118,7 @@ class Collectives:
     _expected: Counter[Any] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        self.streams = streams_of(self.device)
         self.world, self.world_rank = self.topology.world, self.watchdog.rank
         self.size, self.data_parallel_size = self.topology.size, self.topology.data_parallel_size
         self.rank = self.topology.shard_group_of(self.world_rank).index(self.world_rank)
@@ -155,16 +150,8 @@ class Collectives:
 
     # -- streams ------------------------------------------------------------------------------------------------
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        if stream is None:
-            return _NO_CONTEXT
         # Hazard: the side stream must not overwrite or read a buffer before compute issued so far has finished with it.
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(stream)
-
-    def is_capturing(self) -> bool:
-        """Return True if the device's current stream is being captured into a CUDA graph."""
-        with torch.cuda.device(self.device):
-            return torch.cuda.is_current_stream_capturing()
+        return _NO_CONTEXT if stream is None else self.streams.follow(stream)
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context of the gather stream, on which gathered buffers are resized and filled.
@@ -179,19 +166,14 @@ class Collectives:
 
     def reduced(self) -> Any:
         """Return an event after all work of the reduction stream so far; None if there is no such stream."""
-        if self.reduce_stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self.reduce_stream)
-        return event
+        return None if self.reduce_stream is None else self.streams.record(self.reduce_stream)
 
     def _track(self, channel: Channel, what: str, work: Any, stream: Any) -> Pending:
         event = None
         if stream is not None:
             work.wait()  # orders the side stream behind NCCL's own; does not block the host
-            event = torch.cuda.Event()
-            event.record(stream)
-        return Pending(self.watchdog, channel, channel.issued, what, work, event, self.device)
+            event = self.streams.record(stream)
+        return Pending(self.watchdog, channel, channel.issued, what, work, event, self.streams)
 
     # -- parameters ---------------------------------------------------------------------------------------------
     def payload(self, shard: torch.Tensor) -> torch.Tensor:
@@ -303,17 +285,13 @@ class Collectives:
         Args:
             grad: 1-D, already divided by the number of ranks.
             what: the name of the operation, for error messages.
-            streams: the CUDA streams that have written to `grad`, beside the current one.
+            streams: the streams that have written to `grad`, for which the current one has waited.
         """
         channel = self.reduce_channel
         assert channel is not None
         nbytes = grad.numel() * grad.element_size()
         with self._on(self.reduce_stream):
-            begun = None
-            if self.reduce_stream is not None:
-                join(self.reduce_stream, streams)
-                begun = torch.cuda.Event()
-                begun.record(self.reduce_stream)
+            begun = self.reduced()
             if self.size == 1:  # replicated parameters
                 return Reduction(self, grad, grad, self.all_reduce(channel, grad, what), begun, streams)
             channel.count()

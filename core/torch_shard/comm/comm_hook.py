@@ -65,7 +65,7 @@ class CommHook:
                 result = cast(result, dtype, narrow)
                 assert c.reduce_channel is not None
                 pending = Pending(
-                    c.watchdog, c.reduce_channel, 0, hook_name(self.function), None, c.reduced(), c.device
+                    c.watchdog, c.reduce_channel, 0, hook_name(self.function), None, c.reduced(), c.streams
                 )
             else:
                 # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from ..log import logger
 from .collectives import Collectives
 from .process_groups import ProcessGroups, backend_of, groups_for
 from .small_collectives import ScalarComm
-from .watchdog import Watchdog
+from .streams import orders_streams
+from .watchdog import Watchdog, blocking
 from .work import Channel
 
 __all__ = ["connect"]
@@ -46,23 +48,27 @@ def connect(
         watchdog = Watchdog(0, [0], timeout, "")
         alone = ScalarComm(watchdog)
         return Collectives(device, watchdog, topology, alone, alone, alone, alone)
+    backend = backend_of(group, device.type)
+    if orders_streams(backend):
+        single_communicator = single_communicator or _has_one_queue()
     groups, agreed = groups_for(group, single_communicator, timeout, f"{topology} {secondary_size}")
     groups.forget_ended()
     rank = dist.get_rank(group)
     watchdog = Watchdog(rank, groups.ranks, timeout, groups.key)
-    backend = backend_of(group, device.type)
-    watchdog.on_streams = backend == "nccl"
+    watchdog.on_streams = orders_streams(backend)
     logger.debug("collectives over ranks %s, backend %s", groups.ranks, backend)
     # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have one
     # communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not used: a
     # gather that is left without its partner must not make that group unusable.
     all_ranks = range(topology.world)
-    gather = watchdog.add(Channel("all-gather", groups, all_ranks))
-    reduce = watchdog.add(Channel("reduce", groups, all_ranks, shares=gather if single_communicator else None))
+    # They carry the device's tensors alone: with the user's backends each would connect all hosts with all others, too.
+    own = backend if watchdog.on_streams else None
+    gather = watchdog.add(Channel("all-gather", groups, all_ranks, backend=own))
+    reduce = watchdog.add(Channel("reduce", groups, all_ranks, "", own, gather if single_communicator else None))
     # This group is for comparisons of the ranks, which are messages between hosts. On a GPU a message would wait in the queue
     # behind a gather that may lack its partner. Nothing else may use it: a rank may have left a comparison behind.
     watchdog.add(Channel("control", groups, all_ranks, backend="gloo" if groups.key else None))
-    scalars = "cpu:gloo,cuda:nccl" if backend_of(group, "cuda") == "nccl" else None
+    scalars = f"cpu:gloo,{device.type}:{backend}" if watchdog.on_streams and device.type != "cpu" else None
     scalar = watchdog.add(Channel("scalar", groups, all_ranks, backend=scalars))
     watchdog.add(Channel("host barrier", groups, all_ranks, shares=scalar))
     watchdog.add(Channel("message", groups, all_ranks, shares=scalar))
@@ -71,11 +77,54 @@ def connect(
     if watchdog.on_streams:
         c.gather_stream, c.reduce_stream = groups.streams_on(device)
     if agreed:  # making groups under different topologies would deadlock
-        _divide(c, groups, scalars, secondary_size)
+        _divide(c, groups, own, scalars, secondary_size)
+        if watchdog.on_streams:
+            _begin_all(c, groups)
     return c
 
 
-def _divide(c: Collectives, groups: ProcessGroups, scalar_backends: str | None, secondary_size: int | None) -> None:
+def _has_one_queue() -> bool:
+    """Return True if the environment gives all streams of a device one queue. Warn of settings that cost the overlap."""
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if one_queue:
+        # Two communicators whose collectives two ranks begin in different order would wait for each other there.
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that gathers and reductions share a communicator, as with "
+            "ShardConfig(single_communicator=True): reductions begin when backward ends. Unset it for more speed."
+        )
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", os.environ.get("NCCL_BLOCKING_WAIT")) == "1":
+        logger.warning(
+            "TORCH_NCCL_BLOCKING_WAIT is 1: the host waits for each collective, and nothing overlaps. Unset it."
+        )
+    return one_queue
+
+
+def _begin_all(c: Collectives, groups: ProcessGroups) -> None:
+    """Run a first collective in each process group, in the order in which all ranks have made them. Collective.
+
+    NCCL makes a communicator in the first collective of its group, and the host waits there for the other ranks without a
+    limit. In the first backward, ranks that come to two of them in different order would wait for each other.
+    """
+    watchdog = c.watchdog
+    fresh = {id(ch.group): ch for ch in watchdog.channels.values() if ch.name not in groups.begun}
+    if not fresh:
+        return
+    # The wait that has a limit: from here on no rank is missing.
+    blocking(watchdog, "message", "the first use of the process groups", dist.all_reduce, torch.zeros(1, device="cpu"))
+    for channel in fresh.values():
+        if channel.purpose != "control":
+            nothing = torch.zeros(1, device=c.device)
+            dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
+    groups.begun.update(watchdog.channels)
+
+
+def _divide(
+    c: Collectives,
+    groups: ProcessGroups,
+    device_backend: str | None,
+    scalar_backends: str | None,
+    secondary_size: int | None,
+) -> None:
     """Make the channels and communicators that have not all ranks, and put them into `c`. Collective."""
     topology, rank = c.topology, c.world_rank
     if topology not in groups.topologies:
@@ -83,7 +132,7 @@ def _divide(c: Collectives, groups: ProcessGroups, scalar_backends: str | None, 
     number = groups.topologies.index(topology)  # equal on all ranks
 
     def channel(purpose: str, role: str, members: Sequence[int], shares: Channel | None = None) -> Channel:
-        backend = scalar_backends if purpose == "scalar" else None
+        backend = scalar_backends if purpose == "scalar" else device_backend
         return c.watchdog.add(Channel(purpose, groups, members, f"{number} {role}", backend, shares))
 
     def comm(role: str, members: Sequence[int], over_replicas: ScalarComm | None = None) -> ScalarComm:

@@ -116,7 +116,7 @@ class Reduction:
         for stream in self.streams:
             # Hazard: the buffer's memory returns to the pool of the stream on which it was allocated. That stream may not be the
             # current one, and must not reuse the memory before the collective has read it.
-            stream.wait_event(self.pending.event)
+            c.streams.wait(self.pending.event, stream)
         while self.inter_replica:
             c.waiting[0].begin_inter_replica()
         self.pending.wait()

@@ -19,6 +19,7 @@ from ..layout.rank_topology import Topology
 from ..versions import check_torch
 from .process_groups import backend_of, group_over
 from .rendezvous import exchange_texts
+from .streams import accelerator, indexed, orders_streams
 
 __all__ = ["Mesh", "resolve_mesh"]
 
@@ -176,21 +177,23 @@ def _replicas_of_pair(groups: Sequence[Any], config: ShardConfig) -> Ranks:
 
 
 def _checked_device(device: torch.device) -> torch.device:
-    if device.type == "cuda" and torch.cuda.is_available():
-        return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-    if device.type != "cpu":
-        there = "" if device.type == "cuda" else "; shards can be on the CPU and on CUDA devices"
-        raise SetupError(f"mesh: {device} is no device of this machine's{there}.")
-    return torch.device("cpu")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    kind = accelerator()
+    if device.type != kind:
+        there = f" and {kind} devices" if kind else ""
+        raise SetupError(f"mesh: {device} is no device of this machine's; shards can be on the CPU{there}.")
+    return indexed(device)
 
 
 def _device_of(model: nn.Module, group: Any) -> torch.device:
-    """Return the GPU that holds parameters, or the current GPU if `group` has NCCL, or the CPU."""
-    found = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    """Return the accelerator that holds parameters, or the current one if `group` has its backend, or the CPU."""
+    kind = accelerator()
+    found = next((p.device for p in model.parameters() if p.device.type == kind), None)
     if found is not None:
         return found
-    nccl = group is not None and backend_of(group, "cuda") == "nccl" and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    has_backend = kind and group is not None and orders_streams(backend_of(group, kind))
+    return indexed(torch.device(kind)) if has_backend else torch.device("cpu")
 
 
 # -- the topology -------------------------------------------------------------------------------------------------------
@@ -218,8 +221,7 @@ def _topology(ranks: Sequence[int], replicas: Ranks | None, config: ShardConfig)
 
 def _nodes(ranks: Sequence[int]) -> Ranks:
     """Return the ranks of each node: launchers number the ranks of a node consecutively."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // max(1, size), []).append(rank)

@@ -30,6 +30,7 @@ from .one_sided.partners import Partners
 from .one_sided.service import Service
 from .rendezvous import exchange_texts
 from .store_messages import Messages
+from .streams import streams_of
 from .work import default_store
 
 __all__ = [
@@ -86,6 +87,7 @@ class ProcessGroups:
         broken: why no further collective may be issued; "" as long as all may.
         exchanges: the number of :meth:`.watchdog.Watchdog.exchange` calls.
         made: the process groups, by the name of their channel.
+        begun: the channels whose groups have had a first collective, where that takes the ranks long.
         topologies: the topologies of the engines so far, in the same order on all ranks.
         issued: the number of collectives that this rank has issued, by channel, of all engines.
         in_flight: the latest collective that has not been waited for, by channel.
@@ -105,6 +107,7 @@ class ProcessGroups:
     broken: str = ""
     exchanges: int = 0
     made: dict[str, Any] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
     topologies: list[Topology] = field(default_factory=list)
     issued: dict[str, int] = field(default_factory=dict)
     in_flight: dict[str, Any] = field(default_factory=dict)
@@ -132,8 +135,9 @@ class ProcessGroups:
         only 32 streams before they repeat.
         """
         if device not in self.streams:
-            # High priority, so that a copy into a buffer doesn't wait behind matrix products that it could overlap with.
-            self.streams[device] = tuple(torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[assignment]
+            # Urgent, so that a copy into a buffer doesn't wait behind matrix products that it could overlap with.
+            own = streams_of(device)
+            self.streams[device] = own.new(urgent=True), own.new(urgent=True)
         return self.streams[device]
 
     def abort(self, rank: int, error: Exception) -> None:

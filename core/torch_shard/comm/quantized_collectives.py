@@ -15,7 +15,7 @@ import torch
 from ..config.param_dtypes import Dtypes
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.block_quantizer import BlockQuantizer
-from .collectives import Collectives, join, outside_inference
+from .collectives import Collectives, outside_inference
 from .gradient_reduction import Reduction
 
 __all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
@@ -36,7 +36,7 @@ class QuantizedGather:
         if c.gather_stream is not None:
             self._decode()
             assert self._pending.event is not None
-            self._pending.event.record(c.gather_stream)  # recorded again, after the decoding
+            c.streams.record(c.gather_stream, event=self._pending.event)  # anew, after the decoding
 
     def _decode(self) -> None:
         if self._payloads is None:
@@ -44,6 +44,11 @@ class QuantizedGather:
         with torch.no_grad(), outside_inference():
             self._quantizer.decode(self._payloads, self._full.view(len(self._payloads), -1))
         self._payloads = None
+
+    @property
+    def event(self) -> Any:
+        """The event behind the decoding; None on the CPU."""
+        return self._pending.event
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for at most `seconds`; return False if the collective is still running."""
@@ -89,15 +94,11 @@ class QuantizedGradients:
             held: True for each parameter of which this rank has a gradient.
             dtype: the dtype of the sum.
             what: the name of the operation, for error messages.
-            streams: the CUDA streams that have written to `grad`, beside the current one.
+            streams: the streams that have written to `grad`, for which the current one has waited.
         """
         c, quantizer = self.collectives, self.quantizer
         with torch.no_grad(), outside_inference(), c.reducing():
-            begun = None
-            if c.reduce_stream is not None:
-                join(c.reduce_stream, streams)
-                begun = torch.cuda.Event()
-                begun.record(c.reduce_stream)
+            begun = c.reduced()
             sent, received = (c.take(*buffer) for buffer in self.buffers)
             self._encode(grad, held, sent.view(c.size, -1))
             pending = c.all_to_all(received, sent, c.size * [quantizer.nbytes], c.size * [quantizer.nbytes], what)
@@ -126,7 +127,7 @@ class QuantizedGradients:
             if inter_replica:
                 reduction.pending = c.followed(pending, c.all_reduce_between_replicas(reduction.total, inter_replica))
             elif pending.event is not None:
-                pending.event.record(c.reduce_stream)  # recorded again, after the sum
+                c.streams.record(c.reduce_stream, event=pending.event)  # anew, after the sum
             return reduction
 
     def _encode(self, grad: torch.Tensor, held: Sequence[bool], payloads: torch.Tensor) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from .collectives import Collectives
+    from .streams import Streams
     from .work import Channel
 
 __all__ = ["GatheredBytes", "Statistics", "StreamWaits", "waits"]
@@ -77,15 +75,14 @@ class StreamWaits:
     waits for the device.
     """
 
-    def __init__(self, device: torch.device, event: Callable[[], Any] | None = None) -> None:
-        self._device = device
-        self._event = event or (lambda: torch.cuda.Event(enable_timing=True))
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._under_way: deque[tuple[Channel, Any, Any]] = deque()
         self._free: list[Any] = []
 
     def begin(self) -> Any:
         """Record and return an event before a wait of the current stream; None while a CUDA graph is being captured."""
-        if torch.cuda.is_current_stream_capturing():
+        if self._streams.is_capturing():
             return None
         return self._recorded()
 
@@ -96,9 +93,7 @@ class StreamWaits:
             self.collect(at_most=2)  # one wait was added; two are collected, so that ended ones never pile up
 
     def _recorded(self) -> Any:
-        event = self._free.pop() if self._free else self._event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._streams.record(event=self._free.pop() if self._free else self._streams.timing_event())
 
     def collect(self, at_most: int | None = None) -> None:
         """Add the waits that have ended, at most `at_most`, to the channels' times."""

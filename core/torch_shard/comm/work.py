@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import DivergenceError, MissingRankError
 
 if TYPE_CHECKING:
     from .process_groups import ProcessGroups
+    from .streams import Streams
     from .watchdog import Watchdog
 
 
@@ -145,7 +145,7 @@ class Pending:
     what: str
     work: Any
     event: Any = None  # NCCL: recorded on the side stream after the collective
-    device: Any = None  # the device of the side stream
+    streams: Streams | None = None  # those of the device of the side stream
     ordered: bool = False  # NCCL: every rank is known to have come, so that the streams alone wait and the host goes on
 
     def __post_init__(self) -> None:
@@ -175,19 +175,21 @@ class Pending:
                 self._wait()
                 self.channel.waited += time.perf_counter() - begun
             return
-        streams = self.watchdog.stream_waits
-        if streams is None:
+        timed = self.watchdog.stream_waits
+        if timed is None:
             self._wait()
         else:
-            reached = streams.begin()
+            reached = timed.begin()
             self._wait()
-            streams.end(self.channel, reached)
+            timed.end(self.channel, reached)
 
     def _wait(self) -> None:
         work = self.work
         if work is not None:
             groups = self.channel.groups
-            if self.ordered or self.event is not None or (groups.broken and work.is_completed()):
+            if self.event is not None:
+                pass  # the side stream has waited for it, and the event is behind that
+            elif self.ordered or (groups.broken and work.is_completed()):
                 work.wait()  # NCCL's wait only orders the current stream
             elif self.watchdog.on_streams or groups.broken or not _ends(work, self.watchdog.first_tick):
                 self.watchdog.wait(self)
@@ -196,8 +198,9 @@ class Pending:
                 del groups.in_flight[self.channel.name]  # it holds tensors
             self.work = None
         if self.event is not None:
+            assert self.streams is not None
             # Hazard: the compute stream must not read the buffer before the side stream has filled it.
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            self.streams.wait(self.event)
             self.event = None
 
 

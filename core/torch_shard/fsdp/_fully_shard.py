@@ -10,11 +10,11 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils.hooks import RemovableHandle
 
+from ..comm.streams import current_streams
 from ..engine import engine_of
 from ..errors import ConfigError, ShardPicklingError
 from . import deferred_wrap
@@ -238,8 +238,7 @@ class FSDPModule(WrappedModule):
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make the current stream, after which parameters are gathered, wait for `event`."""
-        if torch.accelerator.is_available():
-            torch.accelerator.current_stream().wait_event(event)
+        current_streams().wait(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Do nothing: gradients are always divided and summed."""

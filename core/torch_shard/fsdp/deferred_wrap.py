@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..comm.streams import streams_of
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, SetupError, ShardError
 from ..runtime.forward_hooks import uncompiled
@@ -273,7 +274,7 @@ def _register_wrappers(root: nn.Module) -> None:
 
 
 def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
+    return contextlib.nullcontext() if device is None else streams_of(device).on_device()
 
 
 def _refuse_own_grads(root: nn.Module, mark: Mark) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from ..comm.process_groups import ranks_of
+from ..comm.streams import accelerator, indexed
 from ..config.offload import Offload
 from ..config.precision import NONE, Precision
 from ..errors import ConfigError, SetupError
@@ -169,10 +170,8 @@ def _precision(mixed: MixedPrecision | None, has_policy: bool) -> Precision | No
 def _device(device_id: int | torch.device | None) -> torch.device | None:
     if device_id is None:
         return None
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    device = torch.device(accelerator() or "cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    return indexed(device) if device.type == accelerator() else device
 
 
 # -- fully_shard --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..comm.streams import streams_of
 from ..errors import NonFiniteError
 from ..offload.host_gradients import HostGradients
 from ..runtime.runtime import Runtime
@@ -96,7 +97,7 @@ class _Gradients:
         """Multiply all gradients by a 0-d factor; those in host memory in the background."""
         # A NaN factor would make the zero padding NaN. On a GPU the padding is always zeroed, because reading the factor would
         # wait for the device.
-        spoils = factor.device.type != "cpu" or bool(factor.isnan())
+        spoils = streams_of(factor.device).exist or bool(factor.isnan())
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         gaps: list[torch.Tensor] = []
         for tensor in self.everything():

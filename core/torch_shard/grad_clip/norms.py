@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..comm.collectives import Collectives
+from ..comm.streams import streams_of
 from ..shard_tensor.host_memory import flat_of
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
@@ -105,7 +106,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """
     if tensor.is_complex():
         tensor = tensor.abs()
-    if tensor.device.type != "cpu" or tensor.numel() <= 2 * _PIECE or not tensor.is_contiguous():
+    if streams_of(tensor.device).exist or tensor.numel() <= 2 * _PIECE or not tensor.is_contiguous():
         return (tensor,)
     return tensor.view(-1).split(_PIECE)
 

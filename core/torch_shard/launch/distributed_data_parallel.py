@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as _TorchDDP
 
+from ..comm.streams import streams_of
 from ..config.precision import Precision
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, ShardError
@@ -244,4 +245,4 @@ def _device_of(given: Mapping[str, Any], module: nn.Module) -> torch.device | No
 
 
 def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device is None or device.type != "cuda" else torch.cuda.device(device)
+    return contextlib.nullcontext() if device is None else streams_of(device).on_device()

@@ -87,11 +87,8 @@ def noise(parts: Sequence[tuple[tuple[int, int], int]], device: torch.device) ->
         cuts += [lead, length, count * _WORD - lead - length]
         position += count
     words = torch.arange(position, dtype=torch.int64, device=device).mul_(_signed(_STRIDE))
-    if len(parts) == 1:
-        words += starts[0]
-    else:
-        given = torch.tensor([starts, counts], dtype=torch.int64).to(device)
-        words += given[0].repeat_interleave(given[1], output_size=position)
+    # As arguments of a kernel: the host would wait for a copy of them to the device.
+    torch._foreach_add_(words.split_with_sizes(counts), starts)
     for shift, factor in _ROUNDS:  # products wrap around, as intended
         words ^= _shifted(words, shift)
         words *= factor

@@ -43,9 +43,9 @@ class Host:
     def __init__(self, offload: Offload, collectives: Collectives) -> None:
         """Allocate nothing yet; see :meth:`open`."""
         self.offload, self.collectives, self.device = offload, collectives, collectives.device
-        self.on_cuda = self.device.type == "cuda"
-        if self.on_cuda and collectives.gather_stream is None:  # one rank, which gathers all the same
-            collectives.gather_stream = torch.cuda.Stream(self.device)
+        self.streams = collectives.streams
+        if collectives.gather_stream is None:  # one rank, which gathers all the same
+            collectives.gather_stream = self.streams.new()
         self.thread = HostThread(self.device, self._failed)
         self._stream: Any = None
         self.staging = Staging(self)
@@ -143,13 +143,10 @@ class Host:
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the stream of copies to host memory, which then waits for what the current stream was given so far."""
-        if not self.on_cuda:
-            return contextlib.nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = self.streams.new()
         # Hazard: what is copied is still being computed on the current stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
+        return self.streams.follow(self._stream)
 
     def keep(self, event: Any, values: torch.Tensor, unit: int, flat: int, streams: Sequence[Any]) -> None:
         """Keep device memory that a copy reads until `event`.
@@ -161,7 +158,7 @@ class Host:
             values: the memory.
             unit: number of the unit whose gradients they are.
             flat: identifies the unit's flat buffer.
-            streams: CUDA streams, to one of which the memory belongs.
+            streams: streams, to one of which the memory belongs.
         """
         if unit != self._unit or flat in self._of_turn:  # another unit's gradients, or the next ones of the same
             self._turn, self._unit, self._of_turn = self._turn + 1, unit, set()
@@ -183,7 +180,7 @@ class Host:
                         return
                     for stream in first.streams:
                         # Later work on these streams may reuse the memory, so each stream waits for the copy.
-                        stream.wait_event(first.event)
+                        self.streams.wait(first.event, stream)
                 self._leaving.popleft()
 
     def forget_arrived(self) -> None:

@@ -71,12 +71,12 @@ class HostGradients:
             result: 1-D, on the device, in `dtype` or a narrower one, and not used by anything else.
             dtype: the dtype of ``.grad``.
             factor: the values are multiplied with it in host memory, where `result` is narrower.
-            streams: CUDA: streams that the memory of `result` may belong to, beside the current one.
+            streams: streams that the memory of `result` may belong to, beside the current one.
         """
         self.pending_writes.restore_if_done()  # what a step has read may be used again
         into = self._take(dtype)
         into._pending_writes = self.pending_writes  # type: ignore[attr-defined]
-        known = self._norms_there(result, dtype, factor) if self.host.on_cuda else None
+        known = self._norms_there(result, dtype, factor) if self.host.streams.exist else None
         if known is not None and result.dtype == dtype:
             self.host.arrived += result.nbytes
             self._begin(Copying(self._leave(result, into, streams), writes=True), known=True)
@@ -120,7 +120,7 @@ class HostGradients:
         staged, event, arrived = None, None, result
         if result.dtype != dtype:
             staged, arrived = self.host.staging.take(result)
-        elif self.host.on_cuda:
+        elif self.host.streams.exist:
             arrived = self._take(dtype)
         if arrived is not result:  # else `result` is in host memory already, and belongs to the thread now
             event = self._leave(result, arrived, streams)
@@ -136,16 +136,16 @@ class HostGradients:
         return task
 
     def _leave(self, result: torch.Tensor, into: torch.Tensor, streams: Sequence[Any]) -> Any:
-        """Copy `result` to `into`; return the event behind a copy from a GPU, which goes on in the background, else None."""
-        if not self.host.on_cuda:
+        """Copy `result` to `into`; return the event behind a copy from a device, which goes on in the background, else None."""
+        device, reducing = self.host.streams, self.host.collectives.reduce_stream
+        if not device.exist:
             into.copy_(result)
             return None
-        here, reducing = torch.cuda.current_stream(result.device), self.host.collectives.reduce_stream
+        here = device.current()
         with self.host.leaving():
             into.copy_(result, non_blocking=True)
             # A thread that waits for a blocking event sleeps, and leaves the core to the optimizer's step.
-            event = torch.cuda.Event(blocking=True)
-            event.record()
+            event = device.record(sleeps=True)
         owners = dict.fromkeys([here, *streams] if reducing is None else [here, *streams, reducing])
         self.host.keep(event, result, self._unit, id(self), list(owners))
         return event
@@ -213,13 +213,12 @@ class HostGradients:
             grads: the sharded tensors over `base`.
         """
         known, event = factor, None
-        if self.host.on_cuda:
+        if self.host.streams.exist:
             # Hazards: the norms were taken before the gradients are here, so these may still arrive when the factor is known; and
             # the stream that computes the factor is not the host thread's.
             with self.host.leaving():
                 known = factor.to("cpu", non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
+                event = self.host.streams.record()
 
         # Hazard: the stream that computes the factor would use its memory again. The task keeps it until the copy has ended.
         def work(factor: torch.Tensor = factor) -> None:

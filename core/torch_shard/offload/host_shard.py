@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..comm.streams import Streams
 from ..numerics.block_quantizer import BlockQuantizer
 from .host import Host
 from .pending_writes import Copying, PendingWrites
@@ -17,8 +18,8 @@ __all__ = ["Crossing", "HostShard"]
 class Crossing:
     """A copy to the device that a unit waits for as for a gather (:class:`~torch_shard.comm.work.Pending`)."""
 
-    def __init__(self, event: Any, device: torch.device) -> None:
-        self._event, self._device = event, device
+    def __init__(self, event: Any, streams: Streams) -> None:
+        self.event, self._streams = event, streams
 
     def wait_at_most(self, seconds: float) -> bool:
         """Return True: a copy always ends."""
@@ -26,7 +27,7 @@ class Crossing:
 
     def wait(self) -> None:
         """Return when the values may be read by the current stream."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._streams.wait(self.event)
 
 
 class HostShard:
@@ -115,17 +116,16 @@ class HostShard:
         Return the copy to wait for, or None where it was made at once. No write to the shard may be pending."""
         source = self._present()
         own.copy_(source, non_blocking=True)
-        if not self.host.on_cuda:
+        if not self.host.streams.exist:
             return None
-        event = torch.cuda.Event()
-        event.record()
+        event = self.host.streams.record()
         # This is noted for values that are kept on the device, too, since a step would overwrite them.
         self._read = Copying(event, writes=False)
         if source is self.shard:
             # Hazard: an edit of a parameter by the user would reach the copy that is still under way.
             self.pending_writes.restore_if_done()
             self.pending_writes.begin(self._read, self._params)
-        return Crossing(event, self.host.device)
+        return Crossing(event, self.host.streams)
 
     def wait_for_reads(self) -> None:
         """Wait for the last copy to the device, which may still read what the host is about to overwrite."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ..comm.streams import streams_of
 from ..errors import HostStepError
 
 __all__ = ["HostThread", "Later", "Task", "TaskGroup"]
@@ -157,7 +158,5 @@ class HostThread:
 def _prepare(device: torch.device) -> None:
     """Set what torch keeps for each thread."""
     torch.set_grad_enabled(False)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # What the thread copies to the device must not wait for all that the training thread has queued there.
-        torch.cuda.set_stream(torch.cuda.Stream(device))
+    # What the thread copies to the device must not wait for all that the training thread has queued there.
+    streams_of(device).enter_thread()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..comm.streams import streams_of
 from ..errors import HostMemoryError, PinnedMemoryError
 from .memory_limits import formatted
 
@@ -93,7 +94,7 @@ def _unlock(memory: mmap.mmap, runtime: Any, address: int, device: torch.device,
     if os.getpid() != owner:
         return  # in a forked child: neither the memory nor CUDA is there
     with contextlib.suppress(RuntimeError, AssertionError):  # a device that has failed, or is gone, copies nothing
-        torch.cuda.synchronize(device)
+        streams_of(device).synchronize()
     runtime.cudaHostUnregister(address)
 
 

@@ -141,7 +141,6 @@ class LoneReads:
             unit.unshard_alone()
             self._units.append(unit)
         unit.wait()
-        unit.note_stream()
 
     def _free(self, unit: Unit) -> None:
         if not (unit.running or unit.uses or unit.kept or unit.is_summoned or unit.state is State.SHARDED):

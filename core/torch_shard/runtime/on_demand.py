@@ -241,7 +241,6 @@ class OnDemand:
         if graph_task() == -1 or unit.state is State.SHARDED or unit.refill:  # in a refill other ranks may unshard
             return False
         unit.wait()
-        unit.note_stream()
         if unit.is_stale():  # it can't be unsharded anew, because its backward needs the values that forward had
             raise UnitStateError(
                 f"rank {self.runtime.collectives.world_rank}: {param._spec.name} is computed with in backward, after unit "

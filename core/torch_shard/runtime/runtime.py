@@ -369,7 +369,6 @@ class Runtime:
         if use.saved:
             self.unshard(unit, BACKWARD)
         else:
-            unit.note_stream()
             unit.wait()  # a prefetch for another use of the unit may be running
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch
 from ..comm.one_sided.partners import ShardPart
 from ..comm.one_sided.service import Service
 from ..comm.one_sided.versions import Versions
+from ..comm.streams import streams_of
 from ..errors import DivergenceError
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
@@ -145,5 +146,4 @@ def _sent_state(versions: Versions, found: list[torch.Tensor], part: ShardPart) 
 def _follow(versions: Versions, memory: torch.Tensor) -> None:
     """Let this thread's stream wait for the latest change of `memory`."""
     # Hazard: the thread that serves reads on a stream of its own, and the change was made on the stream that trains.
-    if memory.is_cuda and versions.event is not None:
-        torch.cuda.current_stream(memory.device).wait_event(versions.event)
+    streams_of(memory.device).wait(versions.event)

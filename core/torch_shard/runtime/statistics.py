@@ -30,12 +30,12 @@ def statistics(runtime: Runtime) -> Statistics:
 
 
 def time_waiting(runtime: Runtime, enabled: bool) -> None:
-    """Start or stop to time the waits of GPU streams; do nothing on other devices. Not collective."""
-    watchdog, device = runtime.collectives.watchdog, runtime.collectives.device
-    if not enabled or device.type != "cuda":
+    """Start or stop to time the waits of streams; do nothing on the CPU. Not collective."""
+    watchdog, streams = runtime.collectives.watchdog, runtime.collectives.streams
+    if not enabled or not streams.exist:
         watchdog.stream_waits = None
     elif watchdog.stream_waits is None:
-        watchdog.stream_waits = StreamWaits(device)
+        watchdog.stream_waits = StreamWaits(streams)
 
 
 def parameter_bytes(runtime: Runtime) -> int:

@@ -63,7 +63,6 @@ class UnshardSchedule:
                 unit.reshard()
             self._gather(unit, phase)
             unit.wait()
-            unit.note_stream()
             return
         if self.lone.running:
             self.lone.unshard(unit)
@@ -74,7 +73,6 @@ class UnshardSchedule:
         if self.keeps_on and self._is_current(unit) and not edited:
             self.gathered[unit.index] = unit
             unit.wait()
-            unit.note_stream()
             return
         if phase == BACKWARD:
             first, self.fresh_backward = self.fresh_backward, False
@@ -93,7 +91,6 @@ class UnshardSchedule:
                 self._reshard_others(unit, upcoming, for_backward=phase == FORWARD)
         self._gather(unit, phase)
         unit.wait()
-        unit.note_stream()
         for other in upcoming or ():
             self._gather(other, phase)
 

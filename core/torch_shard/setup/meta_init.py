@@ -17,6 +17,7 @@ from torch import nn
 
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..comm.collectives import Collectives
+from ..comm.streams import streams_of
 from ..config.shard_config import ShardConfig
 from ..errors import NeedsGatherError, SetupError
 from ..unit.flat_buffer import FlatBuffer
@@ -179,17 +180,15 @@ def one_random_state(c: Collectives, wanted: bool) -> Iterator[None]:
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
     """Return the state of the random generators that an initialisation draws from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+    of_device = streams_of(device).random_state()
+    return [torch.get_rng_state()] if of_device is None else [torch.get_rng_state(), of_device]
 
 
 def set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
     """Set the state of the random generators to one that :func:`random_state` returned."""
     torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    if len(states) > 1:
+        streams_of(device).set_random_state(states[1])
 
 
 def _sentinel(dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..comm.streams import streams_of
 from ..errors import DivergenceError
 from ..layout.flat_layout import FlatLayout, ParamMeta
 from ..layout.tensor_part import dense_stride
@@ -123,9 +124,10 @@ def _cuts(tensors: Sequence[ShardTensor], what: str) -> list[list[_Cut]]:
         if (part := t._spec.part) is not None:  # other ranks' shards don't follow from this rank's layout
             message.append([t._spec.start, t._spec.stop, part.dim, part.offsets[part.dim], part.sizes[part.dim]])
     messages: Iterator[list[list[int]]] = iter(())
-    if len(message) > 1 or device.type == "cpu":  # on a GPU the host would have to wait for the keys
+    on_host = not streams_of(device).exist
+    if len(message) > 1 or on_host:  # on a GPU the host would have to wait for the keys
         gathered = comm.all_gather(torch.tensor(message, device=device), what)
-        if device.type == "cpu" and set(gathered[:, 0].flatten().tolist()) != {key}:
+        if on_host and set(gathered[:, 0].flatten().tolist()) != {key}:
             raise DivergenceError(
                 f"rank {comm.world_rank}: {what} met another operation of other ranks. It is collective: call it on all "
                 "ranks, in one order."

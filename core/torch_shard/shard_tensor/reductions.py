@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..comm.streams import current_streams
 from .spec import ShardSpec, gather_error, same_cut, shard_of_full
 from .tensor import ShardTensor
 
@@ -204,10 +205,10 @@ def unscale_and_check(func: Any, args: Any, kwargs: Any) -> None:
     """Divide gradients by the loss scale; `found_inf` becomes 1 where any rank found one. Collective."""
     gradients, found_inf, inverse_scale = args
     shards = [t._local if isinstance(t, ShardTensor) else t for t in gradients]
-    if found_inf.device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized():
+    if found_inf.device.type == "cpu":
         # The gradients are in host memory, and the scale of the GradScaler is on the GPU: the scaler has started copies of
         # scale and `found_inf` to the host. Hazards: reading the scale before it has arrived, and writing `found_inf` before.
-        torch.cuda.current_stream().synchronize()
+        current_streams().finish()
     func(shards, found_inf, inverse_scale)
     # The operator does not increment versions itself, by which the engine knows if a cached norm is still right.
     torch.autograd.graph.increment_version(shards)

@@ -98,6 +98,8 @@ class ShardState:
             waits_for = self.waits_for
             if waits_for is not None:
                 waits_for.wait()
+                if not waits_for:  # it has not reached a tensor that is about to be collected
+                    self.give_back()
             return object.__getattribute__(self, name)  # also if another thread has waited and set it just now
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..comm.collectives import Collectives, join
+from ..comm.collectives import Collectives
 from ..comm.gradient_reduction import Reduction, cast
 from ..comm.quantized_collectives import QuantizedGradients
 from ..config.param_dtypes import Dtypes
@@ -60,9 +60,9 @@ class GradientBuffer:
         self.accumulation = Accumulation(params)
         self.partial = False  # the running backward does not end an accumulation, but reduces all the same
         self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
-        # CUDA streams on which gradients arrived, noted where another stream reads the gradients.
+        # Streams on which gradients arrived, noted where another stream reads the gradients.
         self._streams: set[Any] = set()
-        self._notes_streams = collectives.reduce_stream is not None or (host is not None and host.host.on_cuda)
+        self._notes_streams = collectives.reduce_stream is not None or (host is not None and host.host.streams.exist)
         self._narrow = False  # `flat` has the dtype in which gradients arrive, in which they may not be summed
         self.divide_by(collectives.data_parallel_size)
         self.opens = self._opens(False)  # the dtype of `flat`, if it is made now
@@ -135,13 +135,13 @@ class GradientBuffer:
         """Give `flat` the dtype of ``.grad``, in which gradients can be summed, and return it."""
         narrow, streams = self.flat, self._streams
         assert narrow is not None
-        here = torch.cuda.current_stream(narrow.device) if streams else None
-        if here is not None:
-            join(here, streams)
+        c = self.collectives
+        here = c.streams.current()
+        c.streams.join(here, streams)
         self._narrow, self.flat = False, self._taken(self.dtypes.grad).copy_(narrow)
         for stream in streams:
             # Hazard: the narrow buffer's memory belongs to one of these streams and must not be reused before it was read.
-            join(stream, [here])
+            c.streams.join(stream, [here])
         return self.flat
 
     def _opens(self, deferred: bool) -> torch.dtype:
@@ -182,7 +182,7 @@ class GradientBuffer:
         # Copied at once: autograd, or the function that it comes from, may use the gradient's memory again.
         flat = self.flat if self.flat is not None else self._open()
         if self._notes_streams:
-            self._streams.add(torch.cuda.current_stream(flat.device))
+            self._streams.add(self.collectives.streams.current())
         if self._narrow and (self.unreduced[index] or grad.dtype != flat.dtype):
             flat = self._widen()
         into = self._views[index]
@@ -210,7 +210,7 @@ class GradientBuffer:
         if streams:
             # Hazard: where backward runs on several streams, the current stream, which zeroes the rest of the buffer, may be
             # another one than those that have written to the buffer.
-            join(torch.cuda.current_stream(grad.device), streams)
+            self.collectives.streams.join(self.collectives.streams.current(), streams)
         for start, stop in self._gaps:
             grad[start:stop].zero_()
         present, self.unreduced = self.unreduced, [False] * len(self.unreduced)
@@ -245,7 +245,7 @@ class GradientBuffer:
         Args:
             result: the reduced shard.
             factor: the factor of the result, to be multiplied in the dtype of `.grad`.
-            streams: CUDA streams to which the memory of `result` may belong.
+            streams: streams to which the memory of `result` may belong.
         """
         host = self.host
         # With one rank no reduction waits for this one, so that the result can as well be added when it is published.

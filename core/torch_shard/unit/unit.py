@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import join, outside_inference
+from ..comm.collectives import outside_inference
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ShardError, UnitStateError
@@ -109,7 +109,9 @@ class Unit:
         self.outdated = self.exposed = False
         self.full_bytes = 0  # of the unsharded parameters, where these have memory of their own
         self._counted_bytes = 0  # of them, as the statistics count them now
-        self.streams: set[Any] = set()  # CUDA streams that compute with the unsharded parameters
+        self._streams = self.collectives.streams
+        self._filled: Any = None  # the event behind the latest unshard
+        self.used_by: set[Any] = set()  # streams that compute with the unsharded parameters
         self.checks = 2  # iterations that still look for untracked edits of the unsharded parameters
         # The running engine.gathered() calls that hold this unit, the innermost last: see unshard/write_back.py.
         self.gathered_calls: list[Any] = []
@@ -237,7 +239,7 @@ class Unit:
         if from_secondary:
             self._secondary_versions = None
         self.runtime.note_issued("secondary gather" if from_secondary else "gather", self)
-        if c.gather_stream is not None and c.is_capturing():
+        if c.gather_stream is not None and c.streams.is_capturing():
             raise UnitStateError(
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
                 "memory when replayed; capture the plain model, or leave CUDA graphs out."
@@ -257,6 +259,8 @@ class Unit:
                 pending = gather(self.gather_text)
                 if pending is not None:
                     self.pending.append(pending)
+        # The gathers of all flat buffers are on one stream, where the last event is behind them all.
+        self._filled = self.pending[-1].event if self.pending else self._streams.record()
         self.state = State.GATHERING
         self._count_bytes(self.full_bytes)
 
@@ -270,8 +274,7 @@ class Unit:
                     flat.full.untyped_storage().resize_(flat.nbytes)
                     flat.read(reading)
         c = self.collectives
-        if self._on_side:  # Hazard: the stream that computes must not read before the copies from the host have ended.
-            join(torch.cuda.current_stream(c.device), [c.gather_stream])
+        self._filled = self._streams.record(c.gather_stream if self._on_side else None)
         self.state = State.FULL
         self._count_bytes(self.full_bytes)
 
@@ -291,24 +294,29 @@ class Unit:
         return any(flat.is_stale() for flat in self.flats)
 
     def wait(self) -> None:
-        """Wait for a running unshard: GATHERING becomes FULL."""
-        if self.state is not State.GATHERING:
-            return
-        try:
-            for pending in self.pending:
-                pending.wait()
-        except BaseException:
-            # The backend may still write into the buffers when the other rank comes, so that the unit gets new ones.
-            # `ProcessGroups.buffers` keeps the old ones alive until then.
-            for flat in self.flats:
-                if flat.gathers:
-                    flat.renew()
-            self._count_bytes()
-            self.state = State.SHARDED
-            raise
-        finally:
-            self.pending = []
-        self.state = State.FULL
+        """Wait for a running unshard: GATHERING becomes FULL. The current stream may compute with a FULL unit from here on."""
+        if self.state is State.GATHERING:
+            try:
+                for pending in self.pending:
+                    pending.wait()
+            except BaseException:
+                # The backend may still write into the buffers when the other rank comes, so that the unit gets new ones.
+                # `ProcessGroups.buffers` keeps the old ones alive until then.
+                for flat in self.flats:
+                    if flat.gathers:
+                        flat.renew()
+                self._count_bytes()
+                self.state = State.SHARDED
+                raise
+            finally:
+                self.pending = []
+            self.state = State.FULL
+            if self._streams.exist:
+                self.used_by.add(self._streams.current())
+        elif self._streams.exist and self.gathers and (here := self._streams.current()) not in self.used_by:
+            # Hazard: another stream has waited for the unshard, and this one computes with the unit, too.
+            self._streams.wait(self._filled)
+            self.used_by.add(here)
 
     def allocate(self) -> None:
         """Make a SHARDED unit FULL without values; the caller fills the full buffers."""
@@ -329,11 +337,6 @@ class Unit:
     def is_summoned(self) -> bool:
         """True inside ``engine.gathered`` on ranks that have the values."""
         return self.state is State.SUMMONED
-
-    def note_stream(self) -> None:
-        """Note that the current CUDA stream computes with the unsharded parameters from here on."""
-        if self.collectives.gather_stream is not None:
-            self.streams.add(torch.cuda.current_stream(self.collectives.device))
 
     def _versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
@@ -370,10 +373,10 @@ class Unit:
         with self._gathering():
             # Hazard: the next allocation on the gather stream may reuse this memory while another stream still computes
             # with it. `gathering()` has made the gather stream wait for the current stream only.
-            if self.streams:
+            if self.used_by:
                 c = self.collectives
-                join(c.gather_stream if self._on_side else torch.cuda.current_stream(c.device), self.streams)
-                self.streams.clear()
+                self._streams.join(c.gather_stream if self._on_side else self._streams.current(), self.used_by)
+                self.used_by.clear()
             for flat in self.flats:
                 if not flat.gathers:
                     continue

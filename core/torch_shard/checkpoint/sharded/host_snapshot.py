@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from ...comm.streams import streams_of
+from ...offload.pinned import can_pin
 from ...utils.tensor_memory import memory_key
 
 __all__ = ["SnapshotMemory"]
@@ -35,7 +37,7 @@ class SnapshotMemory:
         Args:
             tensors: tensors of any dtype, shape and device.
         """
-        pinned = any(tensor.is_cuda for tensor in tensors)
+        pinned = any(can_pin(tensor.device) for tensor in tensors)
         kept, self._blocks, end = self._blocks, [], 0
         # The originals are kept, too, so that no other memory gets the same key.
         done: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -53,8 +55,9 @@ class SnapshotMemory:
                     _copy(copy, tensor)
                     done[key] = copy, tensor
                 copies.append(done[key][0])
-        if any(tensor.device.type not in ("cpu", "meta") for tensor in tensors):
-            torch.accelerator.synchronize()
+        # Hazard: what is written next, in a thread of its own, is still on its way from the tensors' devices.
+        for device in {tensor.device for tensor in tensors}:
+            streams_of(device).synchronize()
         return copies
 
     def free(self) -> None:
@@ -71,7 +74,7 @@ def _block(nbytes: int, pinned: bool, kept: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes >= 1 << 20:
+    if not streams_of(tensor.device).exist and tensor.is_contiguous() and tensor.nbytes >= 1 << 20:
         # memmove writes past the cache, which tensors of this size leave anyway: twice as fast as copy_.
         ctypes.memmove(into.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     else:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import MissingRankError
+from ..streams import streams_of
 from ..work import caller_line
 from .edits import Edits
 
@@ -54,13 +55,13 @@ class Versions:
         tracks_edits: one rank alone may make edits; else they are changes like all others.
         changed: whether there was any since the shards exist.
         line: the line of user code that has made the latest change, or makes one now.
-        event: on a CUDA device, recorded on the stream of the latest change, for streams that read; else None.
+        event: recorded on the stream of the latest change, for streams that read; None before it, and on the CPU.
     """
 
     def __init__(self, device: torch.device, rank: int, seconds: float, tracks_edits: bool) -> None:
         """`rank`: this rank, for messages; `seconds`: how long a change waits for readers."""
         self._rank, self._seconds = rank, seconds
-        self._on_cuda = device.type == "cuda"
+        self._streams = streams_of(device)
         self.event: Any = None
         self._state = threading.Condition()
         self._readers: set[object] = set()
@@ -165,9 +166,7 @@ class Versions:
                 self.edits.close()
 
     def _end(self) -> None:
-        if self._on_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
+        self.event = self._streams.record()
         with self._state:
             if not (self._edits_only and self._depth):
                 self.edits.close()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...comm.streams import streams_of
 from ...numerics.stochastic_rounding import EXACT
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
@@ -115,7 +116,7 @@ class _UserGroup:
             self.rest = []
         self.runs = Runs(params, [by_flat[place] for place in sorted(by_flat)], not is_step_of_torchs(optimizer))
         flats = self.runs.flats
-        self._on_cpu = all(flat.memory.device.type == "cpu" for flat in flats)
+        self._on_cpu = not any(streams_of(flat.memory.device).exist for flat in flats)
         self._rounded = any(flat.rounding is not None for flat in flats)
         self.at_once = (_ROUNDED_ON_CPU if self._on_cpu else _LIST) if self._rounded else 0
         self._may_fuse = (

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ...comm.streams import streams_of
+
 __all__ = ["Counters"]
 
 _version = operator.attrgetter("_version")
@@ -51,7 +53,7 @@ class Counters:
                 followers = [own[key] for own in members if own is not None and key in own]
                 if not followers:
                     continue
-                if leader.device.type != "cpu":
+                if streams_of(leader.device).exist:
                     self._on_device += followers
                 self._sets.append(_Followers(leader, followers))
         self._followers = [tensor for some in self._sets for tensor in some.tensors]
@@ -63,7 +65,7 @@ class Counters:
         if list(map(_place, self._followers)) != self._places:  # `.data = ...`
             return False
         for some in self._sets:
-            if some.memory.device.type == "cpu":
+            if not streams_of(some.memory.device).exist:
                 values = some.memory.tolist()
                 if values.count(some.leader.item()) != len(values):
                     return False

@@ -43,7 +43,7 @@ def refuse_offloaded(optimizer: Any, runtimes: list[Runtime], kind: Kind | None)
         ShardError: on all ranks; nothing was changed.
     """
     for runtime in runtimes:
-        if kind == "matrix" and runtime.host is not None and runtime.host.on_cuda:
+        if kind == "matrix" and runtime.host is not None and runtime.host.streams.exist:
             why = "needs full matrices, which it can't have where parameters are in host memory (ShardConfig.offload)"
         elif (
             runtime.host is None

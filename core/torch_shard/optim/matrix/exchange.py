@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ...comm.collectives import Collectives, outside_inference
+from ...comm.streams import streams_of
 from ...comm.work import Pending
 from ...numerics.stochastic_rounding import EXACT, round_to
 from ...shard_tensor.tensor import ShardTensor
@@ -56,7 +57,7 @@ class Spares:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def give(self, memory: torch.Tensor) -> None:
-        if self.device.type == "cpu" and memory.numel():
+        if not streams_of(self.device).exist and memory.numel():
             base = memory._base
             self._spare = sorted([*self._spare, memory if base is None else base], key=torch.Tensor.numel)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ class MatrixStep(StepBackend):
         self._passed = False  # True when a loop over the groups has come to its end
         self._left_at: int | None = None  # the number of the group in which the loop was left
         self._answers: list[tuple[int, torch.Tensor]] = []  # rank, and whether it has left its loop
+        # The same of whole steps, on their way to the host: the ranks, what they say, and the event behind the copy.
+        self._arriving: deque[tuple[list[int], torch.Tensor, Any]] = deque()
         self._clear: Callable[[], None] | None = None  # the call of `zero_grad` that follows the step
         self.state = OwnerState({})
 
@@ -108,13 +111,12 @@ class MatrixStep(StepBackend):
                 self.end_group(following)
             self._finish()
         self._at, self._passed, self._answers = -1, True, []
+        self._arriving.clear()
 
     def end_loop(self) -> None:
         if self._at == len(self._groups) - 1 >= 0:
             self._finish()
-            # On a GPU the next step reads the answers, because the host would wait for this step here.
-            if all(runtime.collectives.device.type == "cpu" for runtime in self.runtimes):
-                self._read_answers()
+            self._read_answers()
 
     def zero_grad(self, stepped: Callable[[], None], users: Callable[[], None]) -> None:
         if self._at >= 0 or not self._passed:
@@ -163,13 +165,20 @@ class MatrixStep(StepBackend):
         self._at, self._passed = -1, True
 
     def _read_answers(self) -> None:
-        """Raise if another rank has left its loop."""
+        """Raise if another rank has left its loop. The host waits for no device: it reads what has arrived from there."""
         answers, self._answers = self._answers, []
-        ranks = sorted({rank for rank, left in answers if left.item()})
-        if ranks and self._left_at is None:
+        if answers:
+            told = torch.cat([left for _, left in answers]).to("cpu", non_blocking=True)
+            event = self.runtimes[0].collectives.streams.record()
+            self._arriving.append(([rank for rank, _ in answers], told, event))
+        left: set[int] = set()
+        while self._arriving and ((event := self._arriving[0][2]) is None or event.query()):
+            ranks, told, _ = self._arriving.popleft()
+            left.update(rank for rank, has_left in zip(ranks, told.tolist(), strict=True) if has_left)
+        if left and self._left_at is None:
             raise ShardError(
                 f"rank {self.runtimes[0].collectives.world_rank}: {self._name}.step() ended early on rank(s) "
-                f"{', '.join(map(str, ranks))}, see the error there. Parameters that they own may be as before the step, "
+                f"{', '.join(map(str, sorted(left)))}, see the error there. Parameters that they own may be as before the step, "
                 "the others are stepped; go on from a checkpoint."
             )
 
