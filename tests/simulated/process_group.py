@@ -1,0 +1,177 @@
+"""A process group whose collectives run on streams of a simulated device, as NCCL's do, and send by Gloo.
+
+It is a backend of torch.distributed under the name of one that this build of torch does not have. Its collectives on host memory
+are Gloo's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .clocks import Agent, Clock
+from .memory import DEVICE
+from .modes import World
+from .streams import Event, site
+
+BACKEND = "hccl"
+
+world: World | None = None
+"""The simulation of this process; None where none runs."""
+
+_LIMIT = 60.0  # seconds for the partners to come
+
+
+class SimulatedWork:
+    """A collective in flight. To wait for it orders the current stream, as with NCCL; the values are there already."""
+
+    def __init__(self, own: World, clock: Clock, tensors: list[torch.Tensor]) -> None:
+        self._world, self._event = own, Event(own.streams)
+        self._event._clock = clock
+        self._stash: list[torch.Tensor] | None = tensors  # NCCL's works hold them until somebody has waited
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self, timeout: Any = None) -> bool:
+        streams = self._world.streams
+        if streams._orders(site()):
+            self._event.wait(streams.current())
+        self._stash = None
+        return True
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._inner = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._stream: Agent | None = None
+        self._name = ""
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _run(
+        self,
+        name: str,
+        start: Callable[[], Any],
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+        opts: Any,
+        finish: Callable[[], Any] | None = None,
+    ) -> Any:
+        own = world
+        with _unseen():
+            work = start()
+        with torch._C.DisableTorchFunction():
+            on_device = own is not None and any(own.memory.kind(t) == DEVICE for t in (*reads, *writes) if t.numel())
+        if own is None or not on_device:
+            return work
+        deadline = time.monotonic() + _LIMIT
+        while not work.is_completed():
+            assert time.monotonic() < deadline, f"{name} at {site()}: the partners did not come"
+            time.sleep(0.0005)
+        with _unseen():
+            work.wait()
+            if finish is not None:
+                finish()
+        streams, where = own.streams, f"{name} at {site()}"
+        here, _ = streams.launch()
+        if self._stream is None:
+            self._stream = streams.add(Agent(f"the communicator {self.group_name}"))
+        asynchronous = getattr(opts, "asyncOp", True)
+        agent = self._stream if asynchronous else here
+        agent.join(here.clock)
+        epoch = agent.tick()
+        with torch._C.DisableTorchFunction():
+            for tensor in reads:
+                own.memory.access(agent, epoch, tensor, where, writes=False)
+            for tensor in writes:
+                own.memory.access(agent, epoch, tensor, where, writes=True)
+        return SimulatedWork(own, dict(agent.clock), [*reads, *writes])
+
+    # -- the methods of torch's process groups --------------------------------------------------------------------
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._run("all-reduce", lambda: self._inner.allreduce(tensors, *_given(opts)), [], tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        own = opts.rootRank == self.rank()
+        reads, writes = (tensors, []) if own else ([], tensors)
+        return self._run("broadcast", lambda: self._inner.broadcast(tensors, *_given(opts)), reads, writes, opts)
+
+    def all_gather_single(self, output: Any, sent: Any, opts: Any = None) -> Any:
+        start = _method(self._inner, "all_gather_single", "_allgather_base")
+        return self._run("all-gather", lambda: start(output, sent, *_given(opts)), [sent], [output], opts)
+
+    def reduce_scatter_single(self, output: Any, sent: Any, opts: Any = None) -> Any:
+        total = torch.Tensor()
+
+        def start() -> Any:  # Gloo's own reduce-scatter ends only when it is waited for
+            nonlocal total
+            total = sent.clone()
+            given = dist.AllreduceOptions()
+            if opts is not None:
+                given.reduceOp = opts.reduceOp
+            return self._inner.allreduce([total], given)
+
+        def finish() -> None:
+            output.copy_(total.view(self.size(), -1)[self.rank()].view(output.shape))
+
+        return self._run("reduce-scatter", start, [sent], [output], opts, finish)
+
+    def all_to_all_single(self, output: Any, sent: Any, to: Any, given: Any, opts: Any = None) -> Any:
+        start = _method(self._inner, "all_to_all_single", "alltoall_base")
+        return self._run("all-to-all", lambda: start(output, sent, to, given, *_given(opts)), [sent], [output], opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        reads = [t for ts in inputs for t in ts]
+        return self._run("scatter", lambda: self._inner.scatter(outputs, inputs, *_given(opts)), reads, outputs, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        writes = [t for ts in outputs for t in ts]
+        return self._run("gather", lambda: self._inner.gather(outputs, inputs, *_given(opts)), inputs, writes, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        writes = [t for ts in outputs for t in ts]
+        return self._run(
+            "all-gather", lambda: self._inner.allgather(outputs, inputs, *_given(opts)), inputs, writes, opts
+        )
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._inner.barrier()
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Return a context whose operations are not the device's."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _method(inner: Any, *names: str) -> Any:
+    return next(getattr(inner, name) for name in names if hasattr(inner, name))
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed. May be called again."""
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=["cpu"])

@@ -1,0 +1,196 @@
+"""The streams and events of a simulated device: they order agents, and nothing waits."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+import torch_shard
+from torch_shard.comm.streams import Streams
+
+from .clocks import Agent, Clock
+
+CORE = str(Path(torch_shard.__file__).parent)
+_LAYER = str(Path(CORE, "comm", "streams.py"))
+
+Pace: TypeAlias = Literal["early", "late", "random"]
+"""When events are seen to have passed: at once, as late as can be, or at random."""
+
+_PATIENCE = 50  # queries after which an event has passed in any case: code may ask until it has
+
+
+def site(depth: int = 2) -> str:
+    """Return the place in the engine's code that calls the present function, or in the test's."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(CORE) and name != _LAYER:
+            return f"{name[len(CORE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "the test"
+
+
+class Event:
+    """What was before a point of a stream."""
+
+    def __init__(self, device: SimulatedStreams) -> None:
+        self._device = device
+        self._clock = Clock()
+        self._asked = 0
+
+    def record(self, stream: Any = None) -> None:
+        """Move the event behind all that `stream`, by default the current one, was given so far."""
+        device = self._device
+        stream = device.current() if stream is None else stream
+        stream.join(device.host().clock)
+        self._clock, self._asked = dict(stream.clock), 0
+
+    def wait(self, stream: Agent) -> None:
+        stream.join(self._device.host().clock)
+        stream.join(self._clock)
+
+    def query(self) -> bool:
+        """Return whether the event has passed: the device decides, unless the host knows already."""
+        device, host = self._device, self._device.host()
+        if all(host.clock.get(agent, 0) >= epoch for agent, epoch in self._clock.items()):
+            return True
+        self._asked += 1
+        passed = {"early": True, "late": False, "random": device.random.random() < 0.5}[device.pace]
+        if passed or self._asked > _PATIENCE:
+            host.join(self._clock)
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        """Make the host wait for the event."""
+        self._device.host_waits(site(), self._clock)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 0.0
+
+
+class Stream(Agent):
+    """A stream of the device."""
+
+    def __init__(self, name: str, device: SimulatedStreams) -> None:
+        super().__init__(name)
+        self.device = device
+
+
+class SimulatedStreams(Streams):
+    """The streams of a simulated device.
+
+    Attributes:
+        waits: how often each place in the code has made the host wait for the device.
+        sites: the places in the code that have ordered something.
+        dropped: places that order nothing, as if their line were not there.
+        modes: makes the modes in which a thread's operations are seen.
+    """
+
+    exist = True
+
+    def __init__(self, pace: Pace = "early", seed: int = 0, dropped: Iterable[str] = ()) -> None:
+        super().__init__(torch.device("cpu", 0))
+        self.pace, self.random = pace, random.Random(seed)
+        self.waits: dict[str, int] = {}
+        self.sites: dict[str, int] = {}
+        self.dropped = set(dropped)
+        self.modes: Callable[[], Iterable[Any]] = tuple
+        self._threads = threading.local()
+        self._made: list[Agent] = []
+        self.default = self.add(Stream("the default stream", self))
+
+    # -- who works ------------------------------------------------------------------------------------------------
+    def host(self) -> Agent:
+        """Return the agent of this thread."""
+        found = getattr(self._threads, "host", None)
+        if found is None:
+            found = self._threads.host = Agent(f"host thread {threading.current_thread().name}")
+        return found  # type: ignore[no-any-return]
+
+    def current(self) -> Any:
+        return getattr(self._threads, "stream", self.default)
+
+    def set_current(self, stream: Any) -> None:
+        """Make `stream` the current one of this thread."""
+        self._threads.stream = stream
+
+    def launch(self) -> tuple[Agent, int]:
+        """Begin an operation on the current stream; return the stream and the operation's number."""
+        stream = self.current()
+        stream.join(self.host().clock)
+        return stream, stream.tick()
+
+    def host_waits(self, where: str, clock: Clock) -> None:
+        """Make the host of this thread wait for what `clock` knows."""
+        self.waits[where] = self.waits.get(where, 0) + 1
+        if self._orders(where):
+            self.host().join(clock)
+
+    def _orders(self, where: str) -> bool:
+        self.sites[where] = self.sites.get(where, 0) + 1
+        return where not in self.dropped
+
+    # -- the engine's layer ---------------------------------------------------------------------------------------
+    def add(self, stream: Agent) -> Agent:
+        """Make `stream` one of the device's, and return it."""
+        self._made.append(stream)
+        return stream
+
+    def new(self, *, urgent: bool = False) -> Any:
+        return self.add(Stream(f"stream {len(self._made)} of {site()}", self))
+
+    @contextlib.contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        before = self.current()
+        self.set_current(stream)
+        try:
+            yield
+        finally:
+            self.set_current(before)
+
+    def follow(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        self._join(stream, [self.current()], site())
+        return self.use(stream)
+
+    def join(self, stream: Any, others: Iterable[Any]) -> None:
+        self._join(stream, others, site())
+
+    def _join(self, stream: Any, others: Iterable[Any], where: str) -> None:
+        stream.join(self.host().clock)
+        for other in others:
+            if other is not stream and self._orders(where):
+                other.join(self.host().clock)
+                stream.join(other.clock)
+
+    def record(self, stream: Any = None, *, event: Any = None, sleeps: bool = False) -> Any:
+        event = Event(self) if event is None else event
+        event.record(stream)
+        return event
+
+    def wait(self, event: Any, stream: Any = None) -> None:
+        if event is not None and self._orders(site()):
+            event.wait(self.current() if stream is None else stream)
+
+    def timing_event(self) -> Any:
+        return Event(self)
+
+    def synchronize(self) -> None:
+        where = site()
+        for stream in self._made:
+            self.host_waits(where, stream.clock)
+
+    def finish(self) -> None:
+        self.host_waits(site(), self.current().clock)
+
+    def enter_thread(self) -> None:
+        for mode in self.modes():
+            mode.__enter__()  # for as long as the thread lives
+        self.set_current(self.new())

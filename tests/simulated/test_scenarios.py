@@ -1,0 +1,48 @@
+"""On a simulated device, whatever reads or writes memory is ordered behind what wrote or read it before."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulated.scenarios import ALONE, HYBRID, QUICK, SCENARIOS
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
+
+
+def check(scenario, pace="late", seed=0):
+    report = scenario.run(pace, seed)
+    assert report.loss == report.loss
+    assert not report.races + report.failures, "\n".join(report.races + report.failures)
+
+
+@pytest.mark.parametrize("name", quick(SCENARIOS, QUICK))
+@ranks(2)
+def test_all_accesses_are_ordered(rank, name):
+    check(SCENARIOS[name])
+
+
+@pytest.mark.parametrize("pace", exhaustive("early", "random"))
+@pytest.mark.parametrize("name", QUICK)
+@ranks(2)
+def test_accesses_are_ordered_whenever_events_pass(rank, name, pace):
+    check(SCENARIOS[name], pace, seed=rank)
+
+
+@pytest.mark.parametrize("name", quick(ALONE, ["two streams in bf16"]))
+@ranks(1)
+def test_accesses_of_one_process_are_ordered(rank, name):
+    check(ALONE[name])
+
+
+@pytest.mark.parametrize("name", quick(HYBRID, ["hybrid_shard, bf16 summed in fp32"]))
+@ranks(4)
+def test_accesses_between_replicas_are_ordered(rank, name):
+    check(HYBRID[name])
+
+
+@pytest.mark.parametrize(
+    "name", exhaustive("full_shard, bf16 summed in fp32", "sgd", "fused", "muon", "rounded", "quantized")
+)
+@ranks(2)
+def test_the_host_waits_for_nothing_in_a_step_that_repeats(rank, name):
+    assert not SCENARIOS[name].run("late").waits
