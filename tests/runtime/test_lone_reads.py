@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -388,6 +389,43 @@ def test_reads_are_logged_once_a_line_with_their_bytes_in_the_statistics(rank: i
     assert found.lone_reads == (3 if rank == 0 else 0)
     size = sum(p.numel() * p.element_size() for p in Net().parameters())
     assert 3 * size / 2 - 3 * 256 <= found.lone_bytes <= 3 * size / 2 + 3 * 256 if rank == 0 else found.lone_bytes == 0
+
+
+@ranks(2)
+def test_a_lone_forward_holds_no_more_units_than_one_of_all_ranks(rank: int) -> None:
+    sharded, engine, _ = made()
+    peaks = []
+    for reads in (True, rank == 0):
+        engine.reset_peak_gathered()
+        if reads:
+            values(sharded)
+        dist.barrier()
+        peaks.append(engine.statistics().peak_gathered)
+    together, alone = peaks
+    assert engine.statistics().lone_reads == (rank == 0)
+    assert 0 < alone <= together if rank == 0 else alone == 0
+    assert together < sum(p.numel() * p.element_size() for p in Net().parameters())
+
+
+def _peak(function: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors that `function` has held at once beside what was there, by torch's own profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = function()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    del kept
+    return max(sizes, default=0)
+
+
+@ranks(2)
+def test_a_lone_state_dict_takes_memory_for_its_values_and_one_unit(rank: int) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    engine = torch_shard.shard(model, units=["*"])
+    unit = 4 * 64 * 64
+    if rank == 0:
+        assert 12 * unit <= _peak(lambda: engine.state_dict(form="full")) <= 14 * unit
+    dist.barrier()
+    assert engine.statistics().lone_reads == (rank == 0)
 
 
 @pytest.mark.exhaustive
