@@ -340,6 +340,7 @@ SPECIAL = {
     "branches": Scenario(step=_branches, steps=7),
     "gradient penalty": Scenario(step=_penalty),
     "lone reader": Scenario(step=_lone_reader),
+    "lone reader of quantized shards": Scenario(step=_lone_reader, config={"quantized": INT8}),
     "clipped by value": Scenario(step=_clipped_by_value),
     "state dicts": Scenario(step=_saved),
     "saved in the background": Scenario(step=_saved_in_background),

@@ -114,6 +114,7 @@ def _begin_all(c: Collectives, groups: ProcessGroups) -> None:
     for channel in fresh.values():
         if channel.purpose != "control":
             nothing = torch.zeros(1, device=c.device)
+            # Hazard: its memory goes back to the current stream, which has to wait for the collective.
             dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
     groups.begun.update(watchdog.channels)
 

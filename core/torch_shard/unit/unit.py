@@ -313,10 +313,12 @@ class Unit:
             self.state = State.FULL
             if self._streams.exist:
                 self.used_by.add(self._streams.current())
-        elif self._streams.exist and self.gathers and (here := self._streams.current()) not in self.used_by:
-            # Hazard: another stream has waited for the unshard, and this one computes with the unit, too.
-            self._streams.wait(self._filled)
-            self.used_by.add(here)
+        elif self._streams.exist and self.gathers and self.state is not State.SHARDED:
+            here = self._streams.current()
+            if here not in self.used_by:
+                # Hazard: another stream has waited for the unshard, and this one computes with the unit, too.
+                self._streams.wait(self._filled)
+                self.used_by.add(here)
 
     def allocate(self) -> None:
         """Make a SHARDED unit FULL without values; the caller fills the full buffers."""
