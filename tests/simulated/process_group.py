@@ -48,6 +48,9 @@ class SimulatedWork:
 
 
 class SimulatedGroup(dist.ProcessGroup):
+    own_stream = False
+    """Collectives that are asked to run on the current stream run on the group's all the same, as older backends do."""
+
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
         self._inner = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -92,7 +95,7 @@ class SimulatedGroup(dist.ProcessGroup):
         here, _ = streams.launch()
         if self._stream is None:
             self._stream = streams.add(Agent(f"the communicator {self.group_name}"))
-        asynchronous = getattr(opts, "asyncOp", True)
+        asynchronous = self.own_stream or getattr(opts, "asyncOp", True)
         agent = self._stream if asynchronous else here
         agent.join(here.clock)
         epoch = agent.tick()
@@ -101,11 +104,17 @@ class SimulatedGroup(dist.ProcessGroup):
                 own.memory.access(agent, epoch, tensor, where, writes=False)
             for tensor in writes:
                 own.memory.access(agent, epoch, tensor, where, writes=True)
-        return SimulatedWork(own, dict(agent.clock), [*reads, *writes])
+        return SimulatedWork(own, dict(agent.clock), [*reads, *writes]) if asynchronous else None
 
     # -- the methods of torch's process groups --------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        return self._run("all-reduce", lambda: self._inner.allreduce(tensors, *_given(opts)), [], tensors, opts)
+        def finish() -> None:
+            if _is_mean(opts):
+                tensors[0].div_(self.size())
+
+        return self._run(
+            "all-reduce", lambda: self._inner.allreduce(tensors, _summing(opts)), [], tensors, opts, finish
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         own = opts.rootRank == self.rank()
@@ -122,13 +131,12 @@ class SimulatedGroup(dist.ProcessGroup):
         def start() -> Any:  # Gloo's own reduce-scatter ends only when it is waited for
             nonlocal total
             total = sent.clone()
-            given = dist.AllreduceOptions()
-            if opts is not None:
-                given.reduceOp = opts.reduceOp
-            return self._inner.allreduce([total], given)
+            return self._inner.allreduce([total], _summing(opts))
 
         def finish() -> None:
             output.copy_(total.view(self.size(), -1)[self.rank()].view(output.shape))
+            if _is_mean(opts):
+                output.div_(self.size())
 
         return self._run("reduce-scatter", start, [sent], [output], opts, finish)
 
@@ -161,6 +169,18 @@ def _unseen() -> Iterator[None]:
     """Return a context whose operations are not the device's."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+def _is_mean(opts: Any) -> bool:
+    return opts is not None and opts.reduceOp == dist.ReduceOp.AVG
+
+
+def _summing(opts: Any) -> Any:
+    """Return the options of an all-reduce by Gloo, which does not divide, for those of a reduction."""
+    given = dist.AllreduceOptions()
+    if opts is not None and not _is_mean(opts):
+        given.reduceOp = opts.reduceOp
+    return given
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

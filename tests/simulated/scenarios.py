@@ -168,6 +168,20 @@ def _two_streams(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     return loss  # type: ignore[no-any-return]
 
 
+def _streams_apart(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A second forward runs on another stream, which does not wait for the first one."""
+    streams = engine._runtime.collectives.streams
+    here, other = streams.current(), streams.new()
+    streams.join(other, [here])
+    first = model(x)
+    with streams.use(other):
+        second = model(x)
+    streams.join(here, [other])
+    loss: torch.Tensor = (first + second).float().square().mean()
+    loss.backward()
+    return loss
+
+
 def _on_another_stream(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """Training runs on another stream than set-up."""
     streams = engine._runtime.collectives.streams
@@ -328,6 +342,7 @@ SPECIAL = {
     "two streams in bf16": Scenario(step=_two_streams, config={"precision": BF16}),
     "two streams, replicated": Scenario(step=_two_streams, config={"strategy": "no_shard", "precision": BF16}),
     "two streams, shards kept": Scenario(step=_two_streams, config={"strategy": "shard_grad_op"}),
+    "streams apart": Scenario(step=_streams_apart),
     "another stream": Scenario(step=_on_another_stream),
     "another stream in bf16": Scenario(step=_on_another_stream, config={"precision": BF16}),
     "another stream, replicated": Scenario(

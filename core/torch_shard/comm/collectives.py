@@ -20,9 +20,9 @@ from . import process_group_ops
 from .gradient_reduction import Reduction
 from .one_sided.service import Service
 from .small_collectives import ScalarComm
-from .streams import streams_of
+from .streams import orders_streams, streams_of
 from .watchdog import Watchdog, blocking
-from .work import Channel, Pending
+from .work import Channel, OnStream, Pending
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,6 +91,7 @@ class Collectives:
             Summed over the ranks it is the number of bytes that the ranks receive.
         bytes_sent_across: the part of `bytes_sent` that went between replicas.
         waiting: the reductions that wait for their inter-replica all-reduce, see :class:`.process_groups.ProcessGroups`.
+        released: streams that may still compute with memory which was allocated on the gather stream and is free since.
         world, world_rank: the number of the engine's ranks, and the number of this rank among them.
         size, rank: the number of ranks that share one replica of the parameters, and the number of this rank among them.
         data_parallel_size: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
@@ -114,6 +115,7 @@ class Collectives:
     waiting: deque[Reduction] = field(default_factory=deque)
     gather_stream: Any = None
     reduce_stream: Any = None
+    released: set[Any] = field(default_factory=set)
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
     _expected: Counter[Any] = field(default_factory=Counter)
 
@@ -128,6 +130,7 @@ class Collectives:
         self.knows_references = (
             self.counts_references and self.device.type == "cpu" and self.backend in ("gloo", "fake")
         )
+        self.averages = orders_streams(self.backend)  # the backend can divide a sum by the number of ranks
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
@@ -158,6 +161,11 @@ class Collectives:
 
         The context must be entered at once, and only once.
         """
+        if self.released:
+            # Hazard: the stream's next allocation may be memory with which these still compute.
+            self.released.discard(self.streams.current())  # which the stream follows
+            self.streams.join(self.gather_stream, self.released)
+            self.released.clear()
         return self._on(self.gather_stream)
 
     def reducing(self) -> contextlib.AbstractContextManager[Any]:
@@ -168,11 +176,16 @@ class Collectives:
         """Return an event after all work of the reduction stream so far; None if there is no such stream."""
         return None if self.reduce_stream is None else self.streams.record(self.reduce_stream)
 
-    def _track(self, channel: Channel, what: str, work: Any, stream: Any) -> Pending:
+    def _track(self, channel: Channel, what: str, work: Any, stream: Any, buffers: Any) -> Pending:
+        """Return what waits for a collective, which reads and writes `buffers`; `stream` is the one it runs on, if any."""
         event = None
         if stream is not None:
-            work.wait()  # orders the side stream behind NCCL's own; does not block the host
+            if work is not None:
+                work.wait()  # the backend has used a stream of its own; does not block the host
             event = self.streams.record(stream)
+            work = OnStream(event)
+        # A backward that fails drops its reductions, but the buffers that they still read and write must live.
+        channel.groups.buffers[work] = buffers
         return Pending(self.watchdog, channel, channel.issued, what, work, event, self.streams)
 
     # -- parameters ---------------------------------------------------------------------------------------------
@@ -230,9 +243,8 @@ class Collectives:
             work: Any = _Works([process_group_ops.broadcast(channel.group, slot, i) for i, slot in enumerate(slots)])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
-            work = process_group_ops.all_gather(channel.group, into, sent)
-        channel.groups.buffers[work] = full
-        return self._track(channel, what, work, self.gather_stream)
+            work = process_group_ops.all_gather(channel.group, into, sent, self.gather_stream is not None)
+        return self._track(channel, what, work, self.gather_stream, full)
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
@@ -279,13 +291,14 @@ class Collectives:
         """Release the spare buffers."""
         self._spare.clear()
 
-    def reduce(self, grad: torch.Tensor, what: str, streams: Sequence[Any] = ()) -> Reduction:
+    def reduce(self, grad: torch.Tensor, what: str, streams: Sequence[Any] = (), mean: bool = False) -> Reduction:
         """Begin to sum `grad` over the ranks; each rank gets its own slot of the sum. Collective.
 
         Args:
-            grad: 1-D, already divided by the number of ranks.
+            grad: 1-D.
             what: the name of the operation, for error messages.
             streams: the streams that have written to `grad`, for which the current one has waited.
+            mean: divide the sum by the number of ranks, where the backend does that (:attr:`averages`).
         """
         channel = self.reduce_channel
         assert channel is not None
@@ -293,7 +306,7 @@ class Collectives:
         with self._on(self.reduce_stream):
             begun = self.reduced()
             if self.size == 1:  # replicated parameters
-                return Reduction(self, grad, grad, self.all_reduce(channel, grad, what), begun, streams)
+                return Reduction(self, grad, grad, self.all_reduce(channel, grad, what, mean), begun, streams)
             channel.count()
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.backend == "gloo":
@@ -302,35 +315,34 @@ class Collectives:
                 work = process_group_ops.all_to_all(channel.group, received, grad)
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
-                work = process_group_ops.reduce_scatter(channel.group, received, grad)
-            # A backward that fails drops its reductions, but the buffers that they still read and write must live.
-            channel.groups.buffers[work] = (grad, received)
-            pending = self._track(channel, what, work, self.reduce_stream)
+                work = process_group_ops.reduce_scatter(
+                    channel.group, received, grad, self.reduce_stream is not None, mean
+                )
+            pending = self._track(channel, what, work, self.reduce_stream, (grad, received))
             inter_replica = f"{what}, between replicas"
             if self.replica_channel is not None and self.reduce_stream is not None:
                 # The stream orders both collectives, so the host need not wait for the reduce-scatter.
-                pending = self.followed(pending, self.all_reduce_between_replicas(received, inter_replica))
+                pending = self.followed(pending, self.all_reduce_between_replicas(received, inter_replica, mean))
             reduction = Reduction(self, grad, received, pending, begun, streams)
             if self.replica_channel is not None and self.reduce_stream is None:
                 reduction.queue_inter_replica(inter_replica)
             return reduction
 
-    def all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str) -> Pending:
-        """Begin to sum `tensor` over replicas, in place. Collective and asynchronous; call under `reducing()`."""
+    def all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str, mean: bool = False) -> Pending:
+        """Begin to sum `tensor` over replicas, or take the `mean`, in place. Collective; call under `reducing()`."""
         channel.count()
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
         sent = 2 * nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
         self.bytes_sent_across += sent
-        work = process_group_ops.all_reduce(channel.group, tensor)
-        channel.groups.buffers[work] = tensor
-        return self._track(channel, what, work, self.reduce_stream)
+        work = process_group_ops.all_reduce(channel.group, tensor, self.reduce_stream is not None, mean)
+        return self._track(channel, what, work, self.reduce_stream, tensor)
 
-    def all_reduce_between_replicas(self, own: torch.Tensor, what: str) -> Pending:
+    def all_reduce_between_replicas(self, own: torch.Tensor, what: str, mean: bool = False) -> Pending:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
         assert self.replica_channel is not None
         self.send_waiting()
-        return self.all_reduce(self.replica_channel, own, what)
+        return self.all_reduce(self.replica_channel, own, what, mean)
 
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:
@@ -366,11 +378,9 @@ class Collectives:
             received.zero_()
             return Pending(self.watchdog, channel, channel.issued, what, None)
         with self._on(self.reduce_stream):
-            work = dist.all_to_all_single(
-                received, sent, received_sizes, sent_sizes, group=channel.group, async_op=True
-            )
-            channel.groups.buffers[work] = (sent, received)
-            return self._track(channel, what, work, self.reduce_stream)
+            on_stream = self.reduce_stream is not None
+            work = process_group_ops.all_to_all(channel.group, received, sent, (received_sizes, sent_sizes), on_stream)
+            return self._track(channel, what, work, self.reduce_stream, (sent, received))
 
     # -- from one rank to others --------------------------------------------------------------------------------
     def broadcast(

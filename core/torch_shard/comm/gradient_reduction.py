@@ -113,10 +113,12 @@ class Reduction:
     def finish(self, dtype: torch.dtype, narrow: bool = False) -> torch.Tensor:
         """Wait, and return this rank's shard of the sum in `dtype`. With `narrow`, keep the sum's dtype if that is narrower."""
         c = self.collectives
+        here = c.streams.current()
         for stream in self.streams:
             # Hazard: the buffer's memory returns to the pool of the stream on which it was allocated. That stream may not be the
             # current one, and must not reuse the memory before the collective has read it.
-            c.streams.wait(self.pending.event, stream)
+            if stream != here:
+                c.streams.wait(self.pending.event, stream)
         while self.inter_replica:
             c.waiting[0].begin_inter_replica()
         self.pending.wait()

@@ -9,7 +9,9 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL, and the flight recorder.
 The methods are not documented. torch 2.11 and 2.12 have them under older names.
 
 All functions are collective and asynchronous: they return the ``Work``, and the tensors must live until the work has ended.
-Complex numbers are sent as pairs of real numbers, because some backends don't know them.
+With `on_stream` the collective runs on the device's current stream instead of one of the backend's own, which saves an event and
+a wait each way (``async_op=False``, since torch 2.8). Then no work is returned, unless the backend uses its own stream all the
+same. Complex numbers are sent as pairs of real numbers, because some backends don't know them.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ _ALL_TO_ALL = "all_to_all_single" if _NEW else "alltoall_base"
 
 
 @functools.cache
-def _options(name: str, root: int | None = None) -> Any:
-    """Return the options of an asynchronous call, which all calls share and only read. Reductions sum by default."""
+def _options(name: str, root: int | None = None, on_stream: bool = False, mean: bool = False) -> Any:
+    """Return the options of a call, which all calls share and only read. Reductions sum, unless they take the `mean`."""
     options = getattr(dist.distributed_c10d, name)()
-    options.asyncOp = True
+    options.asyncOp = not on_stream
+    if mean:
+        options.reduceOp = dist.ReduceOp.AVG
     if root is not None:
         options.rootRank, options.rootTensor = root, 0
     return options
@@ -56,9 +60,10 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
+def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: bool = False) -> Any:
     """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
-    return getattr(group, _ALL_GATHER)(_real(output), _real(sent), _options("AllgatherOptions"))
+    options = _options("AllgatherOptions", on_stream=on_stream)
+    return getattr(group, _ALL_GATHER)(_real(output), _real(sent), options)
 
 
 def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
@@ -66,16 +71,30 @@ def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
     return group.broadcast([_real(tensor)], _options("BroadcastOptions", root))
 
 
-def reduce_scatter(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Fill `output` with this rank's shard of the sum of all `sent`. Both tensors must be contiguous."""
-    return getattr(group, _REDUCE_SCATTER)(_real(output), _real(sent), _options("ReduceScatterOptions"))
+def reduce_scatter(
+    group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: bool = False, mean: bool = False
+) -> Any:
+    """Fill `output` with this rank's shard of the sum or the `mean` of all `sent`. Both tensors must be contiguous."""
+    options = _options("ReduceScatterOptions", on_stream=on_stream, mean=mean)
+    return getattr(group, _REDUCE_SCATTER)(_real(output), _real(sent), options)
 
 
-def all_to_all(group: Any, output: torch.Tensor, sent: torch.Tensor) -> Any:
-    """Send each rank an equal part of `sent`, and fill `output` with the parts received from the ranks."""
-    return getattr(group, _ALL_TO_ALL)(_real(output), _real(sent), [], [], _options("AllToAllOptions"))
+def all_to_all(
+    group: Any,
+    output: torch.Tensor,
+    sent: torch.Tensor,
+    sizes: tuple[list[int], list[int]] = ([], []),
+    on_stream: bool = False,
+) -> Any:
+    """Send each rank a part of `sent`, and fill `output` with the parts received from the ranks.
+
+    `sizes` are those of the parts received and of the parts sent, by rank; equal ones by default.
+    """
+    return getattr(group, _ALL_TO_ALL)(
+        _real(output), _real(sent), *sizes, _options("AllToAllOptions", on_stream=on_stream)
+    )
 
 
-def all_reduce(group: Any, tensor: torch.Tensor) -> Any:
-    """Replace `tensor` with the sum of all ranks' tensors."""
-    return group.allreduce([_real(tensor)], _options("AllreduceOptions"))
+def all_reduce(group: Any, tensor: torch.Tensor, on_stream: bool = False, mean: bool = False) -> Any:
+    """Replace `tensor` with the sum or the `mean` of all ranks' tensors."""
+    return group.allreduce([_real(tensor)], _options("AllreduceOptions", on_stream=on_stream, mean=mean))

@@ -95,7 +95,8 @@ class ProcessGroups:
             be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.
-        streams: the streams for gathers and for reductions, on a CUDA device.
+        streams: the streams for gathers and for reductions, on each accelerator.
+        released: see :class:`.collectives.Collectives`.
         engine_order: the engines over these groups, with the backwards that are running in them.
         comparisons: where the ranks compare their operations, or leave each other to read alone.
     """
@@ -114,6 +115,7 @@ class ProcessGroups:
     buffers: dict[Any, Any] = field(default_factory=dict)
     waiting: dict[str, deque[Any]] = field(default_factory=dict)
     streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
+    released: set[Any] = field(default_factory=set)
     engine_order: EngineOrder = field(default_factory=EngineOrder)
     comparisons: Comparisons = field(default_factory=Comparisons)
 

@@ -135,6 +135,19 @@ class Channel:
             )
 
 
+class OnStream:
+    """A collective that runs on a stream of the engine's: what is asked of a backend's ``Work``, by the event behind it."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Return at once: the stream that reads the result waits for the event, see :class:`Pending`."""
+
+
 @dataclass(eq=False, slots=True)
 class Pending:
     """A collective in flight. ``wait`` returns when its result may be read by the current stream."""
@@ -144,9 +157,11 @@ class Pending:
     number: int
     what: str
     work: Any
-    event: Any = None  # NCCL: recorded on the side stream after the collective
+    event: Any = None  # on a device: recorded on the side stream after the collective
     streams: Streams | None = None  # those of the device of the side stream
-    ordered: bool = False  # NCCL: every rank is known to have come, so that the streams alone wait and the host goes on
+    ordered: bool = (
+        False  # on a device: every rank is known to have come, so that the streams alone wait and the host goes on
+    )
 
     def __post_init__(self) -> None:
         if self.work is not None and self.event is None:
@@ -188,7 +203,7 @@ class Pending:
         if work is not None:
             groups = self.channel.groups
             if self.event is not None:
-                pass  # the side stream has waited for it, and the event is behind that
+                pass  # the current stream waits for it below, and the host does not
             elif self.ordered or (groups.broken and work.is_completed()):
                 work.wait()  # NCCL's wait only orders the current stream
             elif self.watchdog.on_streams or groups.broken or not _ends(work, self.watchdog.first_tick):

@@ -382,7 +382,7 @@ def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:
     gradients = [flat.gradients for unit in units_of(engine._runtime, own_params(module)) for flat in unit.flats]
     if any(g.hook is not None for g in gradients):
         raise ConfigError("set_gradient_divide_factor: a communication hook is registered, and divides by itself.")
-    if any(g.flat is not None for g in gradients):
+    if any(g.waits for g in gradients):
         raise ShardError(
             f"rank {engine.rank}: set_gradient_divide_factor while gradients wait for their reduction, divided already; set it "
             "before the first backward, or after one that reduces."

@@ -31,7 +31,7 @@ def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
                 f"hook: ShardConfig.quantized has gradients={quantized.gradients!r}, which a communication hook would take the "
                 "place of; leave one of them out."
             )
-        if any(g.flat is not None for g in gradients):
+        if any(g.waits for g in gradients):
             raise UnitStateError(
                 f"rank {runtime.collectives.world_rank}: {what} while gradients wait for their reduction (no_sync()); register "
                 "before the first backward, or after one that reduces."

@@ -404,7 +404,7 @@ class Runtime:
     def holds_gradients(self) -> bool:
         """Return True if gradients are deferred, partially accumulated, or were lost while they were deferred."""
         gradients = [flat.gradients for flat in self.flats]
-        return any(g.flat is not None or g.lost or g.accumulation.partial for g in gradients)
+        return any(g.waits or g.lost or g.accumulation.partial for g in gradients)
 
     def arm(self) -> None:
         """Begin a backward of this engine, once for each, and have :meth:`end_backward` called when its graph task ends."""
@@ -448,8 +448,11 @@ class Runtime:
         self.end = weakref.ref(end, lambda _: self._abandon())
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor) -> None:
-        """Add the complete gradient of an unsharded parameter to the gradient buffer; reduce what is complete."""
+    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor, unshared: bool = False) -> None:
+        """Add the complete gradient of an unsharded parameter to the gradient buffer; reduce what is complete.
+
+        `unshared`: nobody else refers to the gradient.
+        """
         if graph_task() not in self.tasks:
             self.arm()
         # A unit of which this use has saved nothing may be prefetched for an earlier use, and is not waited for.
@@ -463,7 +466,7 @@ class Runtime:
         gradients = flat.gradients
         if not gradients.expected[index]:  # frozen since the forward
             return
-        if gradients.accept(index, grad) and self.syncing:
+        if gradients.accept(index, grad, unshared) and self.syncing:
             self.reductions.advance()
 
     def _refuse(self, name: str, grad: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
 from . import shard_reads
 from .gradient_buffer import GradientBuffer
+from .held_gradients import is_unshared
 from .served_shard import ServedShard
 
 if TYPE_CHECKING:
@@ -499,6 +500,9 @@ def _take_grad(
     if flat is None or unit is None:
         return None
     if grads[0] is not None:
-        grad = grads[0] if not flat.distributed else flat.part_of(grads[0], index)
-        unit.runtime.on_grad(unit, flat, index, grad)
+        if flat.distributed:
+            unit.runtime.on_grad(unit, flat, index, flat.part_of(grads[0], index))
+        else:
+            unshared = flat.gradients.can_hold and is_unshared(grads)
+            unit.runtime.on_grad(unit, flat, index, grads[0], unshared)
     return (None,)

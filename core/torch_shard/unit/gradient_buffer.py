@@ -1,8 +1,9 @@
 """The gradients of one flat buffer, from their arrival through the reduction to the parameters' ``.grad``.
 
-Each gradient of an unsharded parameter is copied into one buffer of the full layout. The buffer is reduced, and this rank's
-shard of the sum is published as ``.grad``. Under ``no_sync()`` the reduction is *deferred*: the buffer accumulates several
-backwards, and ``.grad`` shows this rank's own, unreduced shard in the meantime.
+Each gradient of an unsharded parameter is copied into one buffer of the full layout, on devices together with the others of its
+unit (:mod:`.held_gradients`). The buffer is reduced, and this rank's shard of the sum is published as ``.grad``. Under
+``no_sync()`` the reduction is *deferred*: the buffer accumulates several backwards, and ``.grad`` shows this rank's own,
+unreduced shard in the meantime.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..shard_tensor.state import STATE, ShardState, is_unreduced
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from .accumulation import Accumulation
+from .held_gradients import HeldGradients, least_references
 
 if TYPE_CHECKING:
     from ..comm.comm_hook import CommHook
@@ -54,31 +56,39 @@ class GradientBuffer:
         self.unreduced = [False] * n  # its slot of `flat` has a gradient that is not reduced yet
         self.deferred = [False] * n  # its slot had an unreduced gradient when the running backward began
         self.missing = 0  # how many are expected and have not arrived
-        self.flat: torch.Tensor | None = None  # this rank's gradients in the full layout; None before the first arrives
+        self.flat: torch.Tensor | None = (
+            None  # this rank's gradients in the full layout; None before the first is copied
+        )
         self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
         self.lost = False  # some gradients must not be added to, see `_check_lost`
         self.accumulation = Accumulation(params)
         self.partial = False  # the running backward does not end an accumulation, but reduces all the same
         self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
-        # Streams on which gradients arrived, noted where another stream reads the gradients.
-        self._streams: set[Any] = set()
-        self._notes_streams = collectives.reduce_stream is not None or (host is not None and host.host.streams.exist)
+        self._streams: set[Any] = set()  # on which gradients arrived
+        self._on_device = collectives.streams.exist
+        self.can_hold = self._on_device and collectives.counts_references  # see `accept`
+        if self.can_hold:
+            least_references(True), least_references(False)
         self._narrow = False  # `flat` has the dtype in which gradients arrive, in which they may not be summed
-        self.divide_by(collectives.data_parallel_size)
-        self.opens = self._opens(False)  # the dtype of `flat`, if it is made now
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.quantized: QuantizedGradients | None = None
         if dtypes.quantized is not None and collectives.size > 1:
             quantizer = dtypes.quantized.gradient_quantizer(dtypes, layout.shard_numel)
             if quantizer is not None:
                 self.quantized = QuantizedGradients(quantizer, layout, dtypes, collectives)
+        self.divide_by(collectives.data_parallel_size)
+        self.opens = self._opens(False)  # the dtype of `flat`, if it is made now
         self._gaps = layout.gaps()
+        self.held = HeldGradients(self._gaps)
         self._cut = tuple((slot.shape, slot.stride, slot.offset) for slot in layout.slots)  # without names
         self._pieces, self._piece_of = layout.pieces(collectives.rank)
 
-    def _divide(self, gradients: float, sums: float) -> None:
-        """Multiply gradients by `gradients` before the reduction, and sums by `sums` after it."""
-        self._factor, self._rest = gradients, sums
+    def _divide(self, gradients: float, sums: float, averages: bool = False) -> None:
+        """Multiply gradients by `gradients` before the reduction, and sums by `sums` after it.
+
+        `averages`: the reduction itself divides by the number of ranks.
+        """
+        self._factor, self._rest, self._averages = gradients, sums, averages
         # A tensor, because torch takes several microseconds to make one of a Python number. A 0-dim tensor on the CPU counts
         # as a number: it is not rounded to the gradients' dtype, and does not change the dtype of the result.
         self._scale = torch.tensor(gradients, dtype=torch.float64, device="cpu")
@@ -86,18 +96,28 @@ class GradientBuffer:
     def divide_by(self, divisor: float) -> None:
         """Divide sums over the ranks by `divisor` from now on, in place of the number of ranks."""
         world = self.collectives.data_parallel_size
-        before = _divided_before(world) if self.dtypes.reduce is torch.float16 else divisor
-        self._divide(1.0 / before, before / divisor)
+        if self.dtypes.reduce is torch.float16:
+            before = _divided_before(world)
+            self._divide(1.0 / before, before / divisor)
+        elif self.collectives.averages and divisor == world and self.quantized is None:
+            self._divide(1.0, 1.0, averages=True)
+        else:
+            self._divide(1.0 / divisor, 1.0)
 
     def reduce_like(self, other: GradientBuffer) -> None:
         """Reduce and divide as `other` does."""
         self.hook = other.hook
-        self._divide(other._factor, other._rest)
+        self._divide(other._factor, other._rest, other._averages)
 
     def reduce_by(self, hook: CommHook) -> None:
         """Make `hook` reduce from now on; it divides, too."""
         self.hook = hook
         self._divide(1.0, 1.0)
+
+    @property
+    def waits(self) -> bool:
+        """True if this rank has gradients that are not reduced yet."""
+        return self.flat is not None or bool(self.held)
 
     @property
     def expects_any(self) -> bool:
@@ -144,6 +164,22 @@ class GradientBuffer:
             c.streams.join(stream, [here])
         return self.flat
 
+    def _copied(self, whole: bool = False) -> tuple[torch.Tensor, bool]:
+        """Copy the gradients that wait to the buffer; return it, and True if its padding is zero. `whole` asks for that."""
+        flat = self.flat if self.flat is not None else self._open()
+        if not self.held:
+            return flat, False
+        if self._narrow and not self.held.sums_in(flat.dtype):
+            flat = self._widen()
+        c = self.collectives
+        here = c.streams.current()
+        c.streams.join(here, self._streams)
+        filled = self.held.copy_to(flat, self._views, self._factor, whole)
+        for stream in self._streams:
+            # Hazard: the gradients' memory belongs to one of these streams and must not be reused before it was read.
+            c.streams.join(stream, [here])
+        return flat, filled
+
     def _opens(self, deferred: bool) -> torch.dtype:
         """Return the dtype of `flat`: that of the reduction, or a wide one where a deferred reduction lets it accumulate."""
         if deferred:
@@ -177,14 +213,30 @@ class GradientBuffer:
         self.arrived = [False] * len(self.params)
         self.missing = sum(self.expected)
 
-    def accept(self, index: int, grad: torch.Tensor) -> bool:
-        """Add the gradient of parameter `index`, divided by the number of ranks; return True if no other is missing."""
-        # Copied at once: autograd, or the function that it comes from, may use the gradient's memory again.
-        flat = self.flat if self.flat is not None else self._open()
-        if self._notes_streams:
+    def accept(self, index: int, grad: torch.Tensor, unshared: bool = False) -> bool:
+        """Add the gradient of parameter `index`, divided by the number of ranks; return True if no other is missing.
+
+        `unshared`: nobody else refers to the gradient, so that it may be copied later.
+        """
+        if self._on_device:
             self._streams.add(self.collectives.streams.current())
+        if unshared and index not in self.held:
+            self.held.hold(index, grad, self.unreduced[index])
+        else:  # copied at once: autograd, or the function that it comes from, may use the gradient's memory again
+            self._copy(index, grad)
+        self.unreduced[index] = True
+        if self.arrived[index]:
+            return False
+        self.arrived[index] = True
+        self.missing -= 1
+        return self.missing == 0
+
+    def _copy(self, index: int, grad: torch.Tensor) -> None:
+        flat = self.flat if self.flat is not None else self._open()
+        if index in self.held:
+            flat, _ = self._copied()
         if self._narrow and (self.unreduced[index] or grad.dtype != flat.dtype):
-            flat = self._widen()
+            self._widen()
         into = self._views[index]
         if self.unreduced[index]:
             into.add_(grad, alpha=self._factor)
@@ -194,24 +246,18 @@ class GradientBuffer:
             torch.mul(grad, self._scale, out=into)
         else:  # the product must not be rounded to the gradient's dtype
             into.copy_(grad).mul_(self._scale)
-        self.unreduced[index] = True
-        if self.arrived[index]:
-            return False
-        self.arrived[index] = True
-        self.missing -= 1
-        return self.missing == 0
 
     # -- reduction ----------------------------------------------------------------------------------------------
     def start_reduction(self, what: str) -> Reduction | None:
         """Start to reduce the buffer; return None where no other rank has gradients of the same parameters. Collective."""
-        grad = self._open()
+        grad, is_padded = self._copied(whole=True)
         self.flat, self._views = None, []
         streams, self._streams = tuple(self._streams), set()
         if streams:
             # Hazard: where backward runs on several streams, the current stream, which zeroes the rest of the buffer, may be
             # another one than those that have written to the buffer.
             self.collectives.streams.join(self.collectives.streams.current(), streams)
-        for start, stop in self._gaps:
+        for start, stop in () if is_padded else self._gaps:
             grad[start:stop].zero_()
         present, self.unreduced = self.unreduced, [False] * len(self.unreduced)
         if False in present:
@@ -229,7 +275,7 @@ class GradientBuffer:
             grad = sent
         if self.hook is not None:
             return self.hook.start(self.collectives, grad, self.dtypes.grad, self.host is not None)
-        return self.collectives.reduce(grad, what, streams)
+        return self.collectives.reduce(grad, what, streams, self._averages)
 
     def collect(self, reduction: Reduction) -> None:
         """Wait for a reduction and keep its result, this rank's shard, to be published."""
@@ -334,8 +380,9 @@ class GradientBuffer:
 
         `zero_grad()` finds there what to clear. The reduction replaces it.
         """
-        if self.flat is None:
+        if not self.waits:
             return
+        self._copied()
         own: Sequence[torch.Tensor] = ()
         deferred = [i for i, is_deferred in enumerate(self.unreduced) if is_deferred]
         with torch._C.DisableTorchFunctionSubclass():
@@ -413,6 +460,7 @@ class GradientBuffer:
                 state: ShardState | None = getattr(own_grad(p), STATE, None)
                 if was_deferred and state is not None:
                     state.lost = self.lost = True
+        self.held.forget()
         if self.flat is not None:
             self.collectives.give(self.flat)
         self.flat, self._views, self._narrow, self.results = None, [], False, []

@@ -47,5 +47,5 @@ class RuntimePort(ports.RuntimePort, Protocol):
     def note_issued(self, kind: str, unit: Unit) -> None:
         """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
 
-    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor) -> None:
-        """Take in the gradient of one unsharded parameter."""
+    def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor, unshared: bool = False) -> None:
+        """Take in the gradient of one unsharded parameter. `unshared`: nobody else refers to it."""

@@ -210,7 +210,7 @@ class Unit:
 
     def holds_gradients(self) -> bool:
         """Return True if gradients of this unit wait for their reduction."""
-        return any([flat.gradients.flat is not None for flat in self.flats])  # noqa: C419 (hot)
+        return any([flat.gradients.waits for flat in self.flats])  # noqa: C419 (hot)
 
     @functools.cached_property
     def _modules(self) -> list[tuple[nn.Module, int]]:
@@ -372,13 +372,15 @@ class Unit:
         keeps = for_backward and self.collectives.secondary_channel is not None
         if keeps:
             self.note_resharded()
-        with self._gathering():
-            # Hazard: the next allocation on the gather stream may reuse this memory while another stream still computes
-            # with it. `gathering()` has made the gather stream wait for the current stream only.
-            if self.used_by:
-                c = self.collectives
-                self._streams.join(c.gather_stream if self._on_side else self._streams.current(), self.used_by)
-                self.used_by.clear()
+        if self._streams.exist:
+            # Hazard: the next allocation may reuse this memory while a stream still computes with it.
+            here, users = self._streams.current(), self.used_by
+            if self._on_side:
+                self.collectives.released.update(users, (here,))
+            else:
+                self._streams.join(here, users)
+            users.clear()
+        with self._gathering() if keeps else _NO_CONTEXT:
             for flat in self.flats:
                 if not flat.gathers:
                     continue
