@@ -171,6 +171,7 @@ def counted(simulated: Any = None) -> Iterator[Tally]:
         else:
             from tests.simulated.process_group import SimulatedGroup
             from tests.simulated.streams import Event, SimulatedStreams
+            from torch_shard.comm.comparisons import Comparisons
 
             run = SimulatedGroup._run
 
@@ -178,6 +179,13 @@ def counted(simulated: Any = None) -> Iterator[Tally]:
                 tally.collectives[name] += 1
                 return run(group, name, *args)
 
+            begin = Comparisons.begin
+
+            def begun(*args: Any) -> Any:
+                tally.messages["begun"] -= 1  # the host goes on
+                return begin(*args)
+
+            stack.enter_context(mock.patch.object(Comparisons, "begin", begun))
             stack.enter_context(mock.patch.object(SimulatedGroup, "_run", collective))
             orders = SimulatedStreams._orders
             stack.enter_context(mock.patch.object(Event, "record", counts("events", Event.record)))
@@ -287,7 +295,7 @@ def report(result: dict[str, Any], ranks: int, details: bool) -> None:
         end="",
     )
     print(
-        "| per step: messages between hosts | of these by clipping and the optimizer | waits of the host for the device |"
+        "| per step: messages for which the host waits | of these by clipping and the optimizer | waits of the host for the device |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for precision in PRECISIONS:

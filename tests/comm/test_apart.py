@@ -138,6 +138,25 @@ def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
     step(model)  # no rank was left alone, so the engine goes on
 
 
+@ranks(2)
+def test_a_difference_that_is_found_while_a_forward_runs_names_both_sides_and_changes_no_parameter(rank):
+    """Where forwards repeat, no rank waits for the others before it begins the next."""
+    model, engine = stepped()
+    optimizer = torch.optim.Muon([model[0].weight, model[2].weight], lr=0.1)
+    optimizer.step()
+    step(model)
+    kept = [p.detach().to_local().clone() for p in model.parameters()]
+    began = time.monotonic()
+    with pytest.raises(DivergenceError, match=r"rank 0: begins a forward .*rank 1: engine\.optim_state_dict"):
+        if rank == 0:
+            step(model)
+        else:
+            engine.optim_state_dict(optimizer)
+        optimizer.step()
+    assert time.monotonic() - began < FIRST_TICK + SHORT
+    assert all(torch.equal(p.detach().to_local(), before) for p, before in zip(model.parameters(), kept, strict=True))
+
+
 @pytest.mark.exhaustive
 @ranks(2, timeout=40)
 def test_a_barrier_lets_one_rank_write_a_checkpoint_for_longer_than_the_timeout(rank, tmp_path):

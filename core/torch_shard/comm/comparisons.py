@@ -15,6 +15,7 @@ import contextlib
 import enum
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +66,8 @@ class Comparisons:
         self.partners: Partners | None = None
         self._left: Pending | None = None  # the all-reduce that this rank has left behind to read alone
         self._owed = 0  # the number of a comparison that late ranks may still come to, see `settle`
+        # A comparison that has begun, with what is to be done once all ranks have come.
+        self.unfinished: tuple[Pending, Callable[[], None]] | None = None
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
     def served(self) -> float:
@@ -93,7 +96,7 @@ class Comparisons:
         Returns:
             False if this rank has left before the others came, and reads alone.
         """
-        service, reads = self.service, purpose is not Purpose.WORKS
+        reads = purpose is not Purpose.WORKS
         if self._left is not None:
             if purpose is Purpose.READS and not self._left.done():
                 return False
@@ -101,37 +104,66 @@ class Comparisons:
             if purpose is Purpose.RECORDS and not self._come(self._left, alone_after, watchdog.timeout):
                 return False
             self._end_left(what)
-        if self._error is not None:
-            if reads:
-                return False
-            raise self._error
-        channel = watchdog.channels["control"]
-        if service is None:
-            number = channel.count()
-        else:
-            with service.lock:
-                number = service.issued = channel.count()
-                if not reads:
-                    service.joined = number
-                flags[LEFT] = service.promised >= number
-        flags[purpose] = 1
+        if self._error is not None and reads:
+            return False
         try:
-            work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+            pending = self._issue(watchdog, message, flags, what, purpose)
         except (RuntimeError, ValueError) as error:
             if not reads:
                 raise
             self._error = error  # this rank has destroyed the process groups: nobody can be met any more
             return False
-        pending = Pending(watchdog, channel, number, what, work)
-        if not reads or service is None or self._come(pending, alone_after, watchdog.timeout):
-            pending.wait()
-            if service is not None:
-                service.met()
+        if not reads or self.service is None or self._come(pending, alone_after, watchdog.timeout):
+            self._end(pending)
             return True
         if self._error is None:
-            self._left, self._owed = pending, number
-            channel.groups.buffers[work] = message
+            self._left, self._owed = pending, pending.number
+            pending.channel.groups.buffers[pending.work] = message
         return False
+
+    def _issue(
+        self, watchdog: Watchdog, message: torch.Tensor, flags: torch.Tensor, what: str, purpose: Purpose
+    ) -> Pending:
+        """Send this rank's message."""
+        if self._error is not None:
+            raise self._error
+        service, channel = self.service, watchdog.channels["control"]
+        if service is None:
+            number = channel.count()
+        else:
+            with service.lock:
+                number = service.issued = channel.count()
+                if purpose is Purpose.WORKS:
+                    service.joined = number
+                flags[LEFT] = service.promised >= number
+        flags[purpose] = 1
+        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+        return Pending(watchdog, channel, number, what, work)
+
+    def _end(self, pending: Pending) -> None:
+        """Wait until all ranks have come."""
+        pending.wait()
+        if self.service is not None:
+            self.service.met()
+
+    # -- a comparison that is under way while this rank goes on -------------------------------------------------
+    def begin(self, watchdog: Watchdog, message: torch.Tensor, flags: torch.Tensor, what: str) -> Pending:
+        """Send the message of a rank that does what concerns all ranks, and don't wait. See :meth:`all_reduce`. Collective."""
+        if self._left is not None:
+            self._end_left(what)
+        return self._issue(watchdog, message, flags, what, Purpose.WORKS)
+
+    def finish(self, *, only_if_known: bool = False) -> None:
+        """End the comparison that :meth:`begin` has begun, if there is one. `only_if_known`: and if all ranks have come.
+
+        Raises:
+            DivergenceError: the ranks have come to different operations.
+        """
+        if self.unfinished is None or (only_if_known and not self.unfinished[0].done()):
+            return
+        (pending, then), self.unfinished = self.unfinished, None
+        self._end(pending)
+        then()
 
     def _end_left(self, what: str) -> None:
         """Wait for the all-reduce that this rank has left, since it is back for `what`."""
@@ -146,8 +178,10 @@ class Comparisons:
     def settle(self, seconds: float) -> None:
         """Wait for ranks that may still come to a read which this rank has left because they were late, for so many seconds.
 
-        Call before this rank changes the model: else those ranks would find another version. Not collective.
+        Call before this rank changes the model: else those ranks would find another version. Not collective, but it ends
+        what :meth:`begin` has begun.
         """
+        self.finish()
         owed, self._owed = self._owed, 0
         if not owed or self.partners is None:
             return

@@ -13,6 +13,7 @@ their operations before must be the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -73,7 +74,7 @@ class OperationSequence:
         """
         if self.collectives.world == 1:
             return payload
-        message = self._compare(what, payload, None, self.hash)
+        message = self._compare(_Meeting(self, what, payload, self.hash, Purpose.WORKS, 0.0))
         assert message is not None
         return self._answer(message, payload)
 
@@ -103,12 +104,32 @@ class OperationSequence:
         kept = self.hash, len(self.history)
         for code, text in notes:
             self.note(code, text)
-        message = self._compare(what, payload, alone_after, kept[0])
+        purpose = (
+            Purpose.WORKS if alone_after is None else Purpose.RECORDS if alone_after == math.inf else Purpose.READS
+        )
+        message = self._compare(_Meeting(self, what, payload, kept[0], purpose, alone_after or 0.0))
         if message is None:
             self.hash = kept[0]
             del self.history[kept[1] :]
             return None
         return self._answer(message, payload)
+
+    def begin(self, what: str) -> None:
+        """Compare the ranks' sequences as :meth:`check` does, but go on before the others have come. Collective.
+
+        The next comparison of any engine ends this one, and so does a change of the parameters, and a wait in which it has
+        become known that the sequences differ: these raise its error.
+        """
+        comparisons = self._comparisons
+        comparisons.finish()
+        meeting = _Meeting(self, what, None, self.hash, Purpose.WORKS, 0.0)
+        message, flags = meeting.message()
+        pending = comparisons.begin(self.collectives.watchdog, message, flags, what)
+        comparisons.unfinished = pending, functools.partial(self._finish, meeting, message)
+
+    def _finish(self, meeting: _Meeting, message: torch.Tensor) -> None:
+        if not self._is_met(meeting, message):
+            self._compare(meeting)
 
     def _answer(self, message: torch.Tensor, payload: torch.Tensor | None) -> torch.Tensor:
         if payload is None:
@@ -116,47 +137,51 @@ class OperationSequence:
         self.hash, self.history = 0, []  # a vote or the end of a step: a new history starts
         return message[_HEAD : _HEAD + len(payload)]
 
-    def _compare(
-        self, what: str, payload: torch.Tensor | None, alone_after: float | None, before: int
-    ) -> torch.Tensor | None:
-        """Return the message of all ranks; None if this rank, which came to read, reads alone. `before`: the hash before."""
-        c = self.collectives
-        purpose = (
-            Purpose.WORKS if alone_after is None else Purpose.RECORDS if alone_after == math.inf else Purpose.READS
-        )
-        assert self.engine_order is not None
-        number = self.number * 0x9E3779B97F4A7C15
-        present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((self.hash, number), (before, 0)))
-        engine = (self.number & 0xFFFFFFFF).to_bytes(4, "little")
-        hashes = [b for part in (present, earlier, engine) for b in (*part, *(255 - b for b in part))]
-        comparisons: Comparisons = c.watchdog.channels["control"].groups.comparisons
+    @property
+    def _comparisons(self) -> Comparisons:
+        found: Comparisons = self.collectives.watchdog.channels["control"].groups.comparisons
+        return found
+
+    def _compare(self, meeting: _Meeting) -> torch.Tensor | None:
+        """Return the message of all ranks; None if this rank, which came to read, reads alone."""
+        comparisons, watchdog = self._comparisons, self.collectives.watchdog
+        comparisons.finish()
         while True:
-            message = torch.zeros(_HEAD + self.engine_order.width, dtype=torch.uint8, device="cpu")
-            message[:_HASHES] = torch.tensor(hashes, dtype=torch.uint8, device="cpu")
-            if payload is not None:
-                message[_HEAD : _HEAD + len(payload)] = payload
-            if not comparisons.all_reduce(
-                c.watchdog, message, message[_HASHES:_HEAD], what, purpose, alone_after or 0.0
-            ):
+            message, flags = meeting.message()
+            if not comparisons.all_reduce(watchdog, message, flags, meeting.what, meeting.purpose, meeting.alone_after):
                 return None
-            h = message[:_HEAD].tolist()
-            left, reads, records, works = h[_HASHES:]
-            if not left and _equal(h[:16]):
+            if self._is_met(meeting, message):
                 return message
-            only_reads = not (left or records or works)
-            apart = only_reads and _equal(h[32:_HASHES]) and not _equal(h[16:32])
-            if apart or not (left or reads or (records and works)):
-                self._explain(what)
-            if purpose is Purpose.READS or (purpose is Purpose.RECORDS and works and not (left or reads)):
+            left, reads, _, works = message[_HASHES:_HEAD].tolist()
+            if meeting.purpose is Purpose.READS or (
+                meeting.purpose is Purpose.RECORDS and works and not (left or reads)
+            ):
                 return None
             # A rank that came to read has gone on alone: all others, and that one when it is back, compare once more.
 
-    def _explain(self, what: str) -> None:
+    def _is_met(self, meeting: _Meeting, message: torch.Tensor) -> bool:
+        """Return True if all ranks have come to one operation, and False if some have read alone instead.
+
+        Raises:
+            DivergenceError: they have come to different operations, of which none may be alone.
+        """
+        h = message[:_HEAD].tolist()
+        left, reads, records, works = h[_HASHES:]
+        if not left and _equal(h[:16]):
+            return True
+        only_reads = not (left or records or works)
+        apart = only_reads and _equal(h[32:_HASHES]) and not _equal(h[16:32])
+        if apart or not (left or reads or (records and works)):
+            self._explain(meeting)
+        return False
+
+    def _explain(self, meeting: _Meeting) -> None:
         self.on_difference()
-        watchdog = self.collectives.watchdog
+        watchdog, what = self.collectives.watchdog, meeting.what
+        history = self.history[: meeting.noted]
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
-        mine: tuple[list[str], str, str, int, dict[str, int]] = (self.history, what, caller_line(), self.number, issued)
-        before = ", ".join(self.history[-_RECENT:]) or "nothing"
+        mine: tuple[list[str], str, str, int, dict[str, int]] = (history, what, meeting.line, self.number, issued)
+        before = ", ".join(history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
             answers: list[Any] = watchdog.exchange(what, mine, own)
@@ -216,6 +241,39 @@ class OperationSequence:
             f"the ranks ran different units{differ}. Every rank must run the same modules in the same order; make the branch "
             "that differs depend on something all ranks share, or leave the module out with ShardConfig(ignore=...)."
         )
+
+
+class _Meeting:
+    """What one rank comes to a comparison with."""
+
+    def __init__(
+        self,
+        sequence: OperationSequence,
+        what: str,
+        payload: torch.Tensor | None,
+        before: int,
+        purpose: Purpose,
+        alone_after: float,
+    ) -> None:
+        """Take the present state of `sequence`; `before` is its hash before the operation. The rest: see ``meet``."""
+        self.what, self.purpose, self.alone_after = what, purpose, alone_after
+        self.noted = len(sequence.history)
+        self.line = caller_line()
+        self._payload = payload
+        assert sequence.engine_order is not None
+        self._width = sequence.engine_order.width
+        number = sequence.number * 0x9E3779B97F4A7C15
+        present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((sequence.hash, number), (before, 0)))
+        engine = (sequence.number & 0xFFFFFFFF).to_bytes(4, "little")
+        self._hashes = [b for part in (present, earlier, engine) for b in (*part, *(255 - b for b in part))]
+
+    def message(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a new message, and the part of it that holds the flags."""
+        message = torch.zeros(_HEAD + self._width, dtype=torch.uint8, device="cpu")
+        message[:_HASHES] = torch.tensor(self._hashes, dtype=torch.uint8, device="cpu")
+        if self._payload is not None:
+            message[_HEAD : _HEAD + len(self._payload)] = self._payload
+        return message, message[_HASHES:_HEAD]
 
 
 def _equal(reduced: list[int]) -> bool:

@@ -66,6 +66,11 @@ class EngineOrder:
         self._engines_here.add(runtime)
 
     @property
+    def has_one(self) -> bool:
+        """True if one engine alone uses these process groups."""
+        return len(self._engines_here) == 1
+
+    @property
     def engines(self) -> list[Any]:
         """The runtimes of all engines over these process groups that are still in use."""
         return list(self._engines_here)

@@ -98,6 +98,8 @@ class Watchdog:
             MissingRankError: the collective failed, or has not ended after ``timeout`` seconds.
         """
         work = pending.work
+        comparisons = pending.channel.groups.comparisons
+        comparisons.finish(only_if_known=True)  # it may say why this collective does not end, or has failed
         pending.channel.check()
         if self.on_streams and ends_within(work, self.first_tick.total_seconds(), pending, self.rank):
             return
@@ -112,6 +114,7 @@ class Watchdog:
             while True:
                 if ends_within(work, self._tick, pending, self.rank):
                     return
+                comparisons.finish(only_if_known=True)
                 new_posts = self._new_posts()
                 posts = posts if new_posts is None else new_posts
                 stuck = self._deadlocked(pending, posts)

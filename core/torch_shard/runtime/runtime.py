@@ -80,6 +80,7 @@ class Runtime:
         self.forwards = Forwards(self)
         self.is_ready = False  # set-up has ended
         self.session = False  # the ranks have agreed on a forward, and no backward has ended since
+        self._noted: Sequence[tuple[int, str]] = ()  # when they agreed on the latest forward
         self.session_before = False  # what `session` was before the read that runs now
         self.reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
         self.on_demand = OnDemand(self)
@@ -298,12 +299,10 @@ class Runtime:
         what, changes = "the start of a forward", self.schedule.changes()
         try:
             if phase == EVALUATION if reads is None else reads:
+                self._noted = ()
                 found = self.lone.meet(what, noted, changes, sure=phase == FORWARD)
             else:
-                for code, text in (*noted, self.versions.note()):
-                    self.operations.note(code, text)
-                found = self.operations.check(what, changes)
-                self.versions.agreed()
+                found = self._agree_on_forward(what, noted, changes)
         except BaseException:
             self.session, self.schedule.fresh = False, fresh
             raise
@@ -318,6 +317,22 @@ class Runtime:
             self.engine_order.take_back_number(self.original)
             self.operations.number = 0
         return found is not None
+
+    def _agree_on_forward(
+        self, what: str, noted: Sequence[tuple[int, str]], changes: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Compare the ranks before a forward that all make; return what ``OperationSequence.check`` returns. Collective."""
+        for code, text in (*noted, self.versions.note()):
+            self.operations.note(code, text)
+        repeats, self._noted = self._noted == noted, noted
+        alone = self.engine_order is not None and self.engine_order.has_one  # else gathers of two models could mix
+        if repeats and alone and changes is None and not self.versions.edits.before:
+            # The forward before it was like this one, and followed by a backward. A difference is found before parameters change.
+            self.operations.begin(what)
+            return torch.empty(0, device="cpu")
+        found = self.operations.check(what, changes)
+        self.versions.agreed()
+        return found
 
     def end_read(self) -> None:
         """End a read of the model, by all ranks or by this one alone."""
