@@ -295,7 +295,7 @@ def report(result: dict[str, Any], ranks: int, details: bool) -> None:
         end="",
     )
     print(
-        "| per step: messages for which the host waits | of these by clipping and the optimizer | waits of the host for the device |"
+        "| per step: messages for which the host waits | of these by clipping and the step | waits of the host for the device |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for precision in PRECISIONS:

@@ -114,22 +114,41 @@ class OperationSequence:
             return None
         return self._answer(message, payload)
 
-    def begin(self, what: str) -> None:
+    def begin(
+        self,
+        what: str,
+        payload: torch.Tensor | None = None,
+        then: Callable[[torch.Tensor], None] = lambda answer: None,
+    ) -> None:
         """Compare the ranks' sequences as :meth:`check` does, but go on before the others have come. Collective.
 
-        The next comparison of any engine ends this one, and so does a change of the parameters, and a wait in which it has
-        become known that the sequences differ: these raise its error.
+        The comparison ends in :meth:`finish`, before the next one of any engine, before a change of the parameters, and in a
+        wait in which it has become known that the sequences differ. There `then` is called with what ``check`` would return.
         """
         comparisons = self._comparisons
         comparisons.finish()
-        meeting = _Meeting(self, what, None, self.hash, Purpose.WORKS, 0.0)
+        meeting = _Meeting(self, what, payload, self.hash, Purpose.WORKS, 0.0)
+        if payload is not None:
+            self.hash, self.history = 0, []
         message, flags = meeting.message()
         pending = comparisons.begin(self.collectives.watchdog, message, flags, what)
-        comparisons.unfinished = pending, functools.partial(self._finish, meeting, message)
+        comparisons.unfinished = pending, functools.partial(self._finish, meeting, message, then)
 
-    def _finish(self, meeting: _Meeting, message: torch.Tensor) -> None:
+    def _finish(self, meeting: _Meeting, message: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
         if not self._is_met(meeting, message):
-            self._compare(meeting)
+            found = self._compare(meeting)
+            assert found is not None
+            message = found
+        then(message[_HEAD : _HEAD + meeting.length])
+
+    def finish(self) -> None:
+        """End the comparison that has begun, if there is one.
+
+        Raises:
+            DivergenceError: the sequences differ.
+        """
+        if self.collectives.world > 1:
+            self._comparisons.finish()
 
     def _answer(self, message: torch.Tensor, payload: torch.Tensor | None) -> torch.Tensor:
         if payload is None:
@@ -178,7 +197,7 @@ class OperationSequence:
     def _explain(self, meeting: _Meeting) -> None:
         self.on_difference()
         watchdog, what = self.collectives.watchdog, meeting.what
-        history = self.history[: meeting.noted]
+        history = meeting.history[: meeting.noted]
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
         mine: tuple[list[str], str, str, int, dict[str, int]] = (history, what, meeting.line, self.number, issued)
         before = ", ".join(history[-_RECENT:]) or "nothing"
@@ -257,7 +276,7 @@ class _Meeting:
     ) -> None:
         """Take the present state of `sequence`; `before` is its hash before the operation. The rest: see ``meet``."""
         self.what, self.purpose, self.alone_after = what, purpose, alone_after
-        self.noted = len(sequence.history)
+        self.history, self.noted = sequence.history, len(sequence.history)
         self.line = caller_line()
         self._payload = payload
         assert sequence.engine_order is not None
@@ -266,6 +285,11 @@ class _Meeting:
         present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((sequence.hash, number), (before, 0)))
         engine = (sequence.number & 0xFFFFFFFF).to_bytes(4, "little")
         self._hashes = [b for part in (present, earlier, engine) for b in (*part, *(255 - b for b in part))]
+
+    @property
+    def length(self) -> int:
+        """The number of bytes that the ranks reduce beside the hashes."""
+        return 0 if self._payload is None else len(self._payload)
 
     def message(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a new message, and the part of it that holds the flags."""

@@ -50,6 +50,8 @@ class _Gradients:
         chosen = None if parameters is None else {id(p): p for p in parameters}  # a tied parameter counts once
         refuse_partials(runtime, None if chosen is None else chosen.values(), "clipping")
         units = runtime.units if chosen is None else dict.fromkeys(filter(None, map(unit_of, chosen.values())))
+        for each in {unit.runtime for unit in units}:
+            each.await_votes()
         for flat in [flat for unit in units for flat in unit.flats if flat.params]:
             if chosen is not None and chosen.keys().isdisjoint(map(id, flat.params)):
                 continue

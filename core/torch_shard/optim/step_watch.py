@@ -124,6 +124,8 @@ class StepWatch:
         check_class(optimizer, runtime.collectives.world_rank)
         kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
         runtimes = runtimes_of(optimizer) or [runtime]
+        for held in runtimes:
+            held.await_votes()
         refuse_offloaded(optimizer, runtimes, kind)
         if kind is None:
             changed = self._step_on_shards(optimizer, args, kwargs, runtimes)

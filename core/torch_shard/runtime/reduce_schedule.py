@@ -3,12 +3,14 @@
 Units are reduced in the reverse order of their first use in forward, which all ranks share. A unit whose gradients are
 complete waits for the units before it. Units with a parameter that had no gradient on any rank in the backward before come
 last, where they hold up no other unit. At the end of a backward the ranks compare what they have reduced, and reduce the
-rest, including units of which a rank has no gradient.
+rest, including units of which a rank has no gradient. A rank for which this backward was like the one before, in which all ranks
+had the same gradients, publishes its own without waiting for that; it learns the answer before anybody reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable
 from itertools import islice
@@ -53,6 +55,9 @@ class ReduceSchedule:
         self._postponed: dict[int, tuple[Unit, FlatBuffer]] = {}
         # By the id of a flat buffer, which gradients arrived on any rank; None until the ranks have agreed on that.
         self._agreed: dict[int, list[int]] | None = None
+        self._votes: list[int] | None = None  # this rank's in the last backward, if all ranks had the same
+        # What this rank has published, or will, before it knows the votes of the others: see `await_votes`.
+        self._early: list[tuple[FlatBuffer, list[torch.Tensor], list[int]]] | None = None
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
         """Begin a backward; `forward_order` has the units that forward has used, the latest last."""
@@ -150,9 +155,29 @@ class ReduceSchedule:
                 votes += flat.gradients.arrivals()
         if stepping is not None:
             votes += stepping.votes()
-        message = runtime.operations.check("the end of backward", torch.tensor(votes, dtype=torch.uint8))
+        payload, what = torch.tensor(votes, dtype=torch.uint8), "the end of backward"
+        if votes == self._votes and hook is None and stepping is None and self._may_publish_early():
+            self._early = []
+            runtime.awaits_votes = True
+            runtime.operations.begin(what, payload, functools.partial(self._compare_late, votes))
+            self._follow(votes)
+            return
+        message = runtime.operations.check(what, payload)
         assert message is not None
-        answer = iter(message.tolist())  # the largest vote of any rank
+        answer = message.tolist()
+        self._votes = votes if answer == votes else None
+        self._follow(answer)
+
+    def _may_publish_early(self) -> bool:
+        # The gradients may not be read before the votes are known: so not by the users' hooks either, nor in another engine.
+        order = self.runtime.engine_order
+        alone = order is not None and order.has_one
+        return alone and not self._order and not any(unit.post_hooks for unit in self.runtime.units)
+
+    def _follow(self, votes: list[int]) -> None:
+        """Do what the ranks have agreed on; `votes` are the largest of any rank."""
+        runtime, hook, stepping = self.runtime, self.hook, self.runtime.in_backward
+        answer = iter(votes)
         if not next(answer):
             self._no_pause = 0  # another rank was only slow
         hook_failed = bool(next(answer))
@@ -181,6 +206,20 @@ class ReduceSchedule:
             for unit in left:
                 self._issue(unit)
 
+    def _compare_late(self, votes: list[int], answer: torch.Tensor) -> None:
+        """Take the ranks' answer after this rank has followed its own `votes`: reduce and publish what it did not know of."""
+        self.runtime.awaits_votes = False
+        early, self._early = self._early, None
+        if early is None or answer.tolist() == votes:  # None: the backward has failed
+            return
+        self._votes = None
+        with torch.no_grad():
+            self._follow(answer.tolist())
+            assert self._agreed is not None
+            for flat, results, published in early:
+                flat.gradients.publish_also(results, published, self._agreed[id(flat)])
+            self.flush()
+
     def flush(self) -> None:
         """Wait for all reductions after :meth:`compare`, publish every `.grad`, and run users' hooks on them."""
         assert self._agreed is not None
@@ -190,7 +229,10 @@ class ReduceSchedule:
         for unit, flat in postponed.values():
             self._step(unit, flat)
         if self.runtime.in_backward is None:
-            self._publish([(unit, flat) for unit in self.runtime.units for flat in unit.flats], self._agreed)
+            flats = [(unit, flat) for unit in self.runtime.units for flat in unit.flats]
+            if self._early is not None:
+                self._early = [(flat, flat.gradients.results, self._agreed[id(flat)]) for _, flat in flats]
+            self._publish(flats, self._agreed)
         self._agreed = None
 
     @staticmethod
@@ -222,7 +264,7 @@ class ReduceSchedule:
             with contextlib.suppress(ShardError):
                 reduction.abandon(left if replicas else min(PAUSE, left))
         self._in_flight.clear()
-        self._agreed = None
+        self._agreed = self._votes = self._early = None
         self._postponed.clear()
         self._order, self._used = [], []
         self.collectives.forget_ended()

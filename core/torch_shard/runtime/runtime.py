@@ -105,6 +105,9 @@ class Runtime:
         self.tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
         self.syncing = True  # the running backward reduces
         self.reductions = ReduceSchedule(self)
+        self.awaits_votes = (
+            False  # gradients were published before the ranks have compared what the backward has reduced
+        )
         self.original = 0  # the number of the engine that this one is a copy of
         self.copied_from: ModelVersion | None = None
         self.checked = False  # deferred gradients were checked before the running backward
@@ -213,6 +216,11 @@ class Runtime:
     def in_forward(self) -> bool:
         """True if a forward of the model or of one of its units is running."""
         return self.forwards.running
+
+    def await_votes(self) -> None:
+        """Learn what the ranks have reduced in the latest backward. Call before gradients are read or changed. Collective."""
+        if self.awaits_votes:
+            self.operations.finish()
 
     def check_grad_reader(self) -> None:
         """Raise if `.grad` is read that an optimizer's step in backward has consumed."""

@@ -27,11 +27,19 @@ def _summoned_param(t: Any) -> Any:
     return unit.unsharded_param_of(t) if unit is not None and unit.is_summoned else None
 
 
+def _await_votes(param: Any) -> None:
+    ref = param._shard_state.unit_ref
+    unit = None if ref is None else ref()
+    if unit is not None and unit.runtime.awaits_votes:
+        unit.runtime.await_votes()
+
+
 def get_grad(param: ShardTensor) -> Any:
     """Return ``param.grad``."""
     unsharded = _summoned_param(param)
     if unsharded is not None and unsharded.grad is not None:
         return unsharded.grad
+    _await_votes(param)
     with _NoTorchFunction():
         grad = own_grad(param)
     if grad is None and (unit := param._unit) is not None:
@@ -50,6 +58,7 @@ def set_grad(param: ShardTensor, value: Any) -> None:
         unsharded.grad = value
         if value is not None:
             return
+    _await_votes(param)
     spec = param._spec
     with _NoTorchFunction():
         if isinstance(value, torch.Tensor):

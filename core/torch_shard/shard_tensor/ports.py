@@ -92,6 +92,13 @@ class RuntimePort(Protocol):
     def versions(self) -> Versions:
         """The version of the shards."""
 
+    @property
+    def awaits_votes(self) -> bool:
+        """True if :meth:`await_votes` has to be called before a gradient is read or changed."""
+
+    def await_votes(self) -> None:
+        """Learn which gradients the other ranks have."""
+
     def check_grad_reader(self) -> None:
         """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
 

@@ -349,6 +349,19 @@ class GradientBuffer:
         """
         touched = [i for i, state in enumerate(arrivals) if state == ARRIVED]
         results, self.results = self.results, []
+        self._publish(results, touched)
+        if not self.partial:
+            self.accumulation.end()
+        return touched
+
+    def publish_also(self, results: list[torch.Tensor], published: list[int], arrivals: list[int]) -> None:
+        """Publish parts of `results`, which :meth:`publish` has had: other ranks have more gradients than were `published`."""
+        both = enumerate(zip(published, arrivals, strict=True))
+        more = [i for i, (before, state) in both if state == ARRIVED and before != ARRIVED]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._publish(results, more)
+
+    def _publish(self, results: list[torch.Tensor], touched: list[int]) -> None:
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
@@ -358,9 +371,6 @@ class GradientBuffer:
         if self.partial:
             self.accumulation.note(touched)
             self.accumulation.partial.update(touched)
-        else:
-            self.accumulation.end()
-        return touched
 
     def _publish_one(self, param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
         """Make `local`, a part of `result`, the gradient of `param`, or add it to the gradient."""
