@@ -91,6 +91,8 @@ class Collectives:
             Summed over the ranks it is the number of bytes that the ranks receive.
         bytes_sent_across: the part of `bytes_sent` that went between replicas.
         waiting: the reductions that wait for their inter-replica all-reduce, see :class:`.process_groups.ProcessGroups`.
+        gather_stream, reduce_stream: the streams for gathers and for reductions; None on the CPU.
+        replica_stream: the stream for all-reduces between replicas, which don't hold up the next reduction within a replica.
         released: streams that may still compute with memory which was allocated on the gather stream and is free since.
         world, world_rank: the number of the engine's ranks, and the number of this rank among them.
         size, rank: the number of ranks that share one replica of the parameters, and the number of this rank among them.
@@ -115,6 +117,7 @@ class Collectives:
     waiting: deque[Reduction] = field(default_factory=deque)
     gather_stream: Any = None
     reduce_stream: Any = None
+    replica_stream: Any = None
     released: set[Any] = field(default_factory=set)
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
     _expected: Counter[Any] = field(default_factory=Counter)
@@ -306,7 +309,8 @@ class Collectives:
         with self._on(self.reduce_stream):
             begun = self.reduced()
             if self.size == 1:  # replicated parameters
-                return Reduction(self, grad, grad, self.all_reduce(channel, grad, what, mean), begun, streams)
+                summed = self.all_reduce(channel, grad, what, self.reduce_stream, mean)
+                return Reduction(self, grad, grad, summed, begun, streams)
             channel.count()
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.backend == "gloo":
@@ -321,32 +325,35 @@ class Collectives:
             pending = self._track(channel, what, work, self.reduce_stream, (grad, received))
             inter_replica = f"{what}, between replicas"
             if self.replica_channel is not None and self.reduce_stream is not None:
-                # The stream orders both collectives, so the host need not wait for the reduce-scatter.
+                # The streams order both collectives, so the host need not wait for the reduce-scatter.
                 pending = self.followed(pending, self.all_reduce_between_replicas(received, inter_replica, mean))
             reduction = Reduction(self, grad, received, pending, begun, streams)
             if self.replica_channel is not None and self.reduce_stream is None:
                 reduction.queue_inter_replica(inter_replica)
             return reduction
 
-    def all_reduce(self, channel: Channel, tensor: torch.Tensor, what: str, mean: bool = False) -> Pending:
-        """Begin to sum `tensor` over replicas, or take the `mean`, in place. Collective; call under `reducing()`."""
+    def all_reduce(
+        self, channel: Channel, tensor: torch.Tensor, what: str, stream: Any = None, mean: bool = False
+    ) -> Pending:
+        """Begin to sum `tensor` over replicas, or take the `mean`, in place. Collective; `stream` is the current one, if any."""
         channel.count()
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
         sent = 2 * nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
         self.bytes_sent_across += sent
-        work = process_group_ops.all_reduce(channel.group, tensor, self.reduce_stream is not None, mean)
-        return self._track(channel, what, work, self.reduce_stream, tensor)
+        work = process_group_ops.all_reduce(channel.group, tensor, stream is not None, mean)
+        return self._track(channel, what, work, stream, tensor)
 
     def all_reduce_between_replicas(self, own: torch.Tensor, what: str, mean: bool = False) -> Pending:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
         assert self.replica_channel is not None
         self.send_waiting()
-        return self.all_reduce(self.replica_channel, own, what, mean)
+        with self._on(self.replica_stream):  # behind the reduction within the replica
+            return self.all_reduce(self.replica_channel, own, what, self.replica_stream, mean)
 
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:
-        """Return `second`, which follows `first` on one stream, so that waiting for it releases the buffers of both."""
+        """Return `second`, which is ordered behind `first`, so that waiting for it releases the buffers of both."""
         written = second.channel.groups.buffers
         written[second.work] = (written.pop(first.work, None), written[second.work])
         return second

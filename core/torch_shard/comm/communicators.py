@@ -75,7 +75,7 @@ def connect(
     over_all = ScalarComm(watchdog, scalar, device=device if watchdog.on_streams else None)
     c = Collectives(device, watchdog, topology, over_all, over_all, over_all, over_all, gather, reduce, backend=backend)
     if watchdog.on_streams:
-        c.gather_stream, c.reduce_stream = groups.streams_on(device)
+        c.gather_stream, c.reduce_stream, c.replica_stream = groups.streams_on(device)
         c.released = groups.released
     if agreed:  # making groups under different topologies would deadlock
         _divide(c, groups, own, scalars, secondary_size)

@@ -95,7 +95,7 @@ class ProcessGroups:
             be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.
-        streams: the streams for gathers and for reductions, on each accelerator.
+        streams: what :meth:`streams_on` returns, by device.
         released: see :class:`.collectives.Collectives`.
         engine_order: the engines over these groups, with the backwards that are running in them.
         comparisons: where the ranks compare their operations, or leave each other to read alone.
@@ -114,7 +114,7 @@ class ProcessGroups:
     in_flight: dict[str, Any] = field(default_factory=dict)
     buffers: dict[Any, Any] = field(default_factory=dict)
     waiting: dict[str, deque[Any]] = field(default_factory=dict)
-    streams: dict[torch.device, tuple[Any, Any]] = field(default_factory=dict)
+    streams: dict[torch.device, tuple[Any, Any, Any]] = field(default_factory=dict)
     released: set[Any] = field(default_factory=set)
     engine_order: EngineOrder = field(default_factory=EngineOrder)
     comparisons: Comparisons = field(default_factory=Comparisons)
@@ -130,8 +130,8 @@ class ProcessGroups:
         with _made_by_its_members(f"{self.key}/{name}/{members[0]}") if alone else contextlib.nullcontext():
             return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=alone)
 
-    def streams_on(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the streams for gathers and for reductions on a GPU.
+    def streams_on(self, device: torch.device) -> tuple[Any, Any, Any]:
+        """Return the streams for gathers, for reductions, and for all-reduces between replicas, on an accelerator.
 
         All engines over these groups share the streams: the allocator keeps a pool of memory for each stream, and torch has
         only 32 streams before they repeat.
@@ -139,7 +139,7 @@ class ProcessGroups:
         if device not in self.streams:
             # Urgent, so that a copy into a buffer doesn't wait behind matrix products that it could overlap with.
             own = streams_of(device)
-            self.streams[device] = own.new(urgent=True), own.new(urgent=True)
+            self.streams[device] = own.new(urgent=True), own.new(urgent=True), own.new(urgent=True)
         return self.streams[device]
 
     def abort(self, rank: int, error: Exception) -> None:

@@ -63,7 +63,7 @@ class ReduceSchedule:
         """Begin a backward; `forward_order` has the units that forward has used, the latest last."""
         self.collectives.forget_ended()  # a failed backward may have left some
         self.rounds = dict.fromkeys((unit.index for unit in self.runtime.units), 0)
-        self._used = [u for u in forward_order if any(f.gradients.expects_any for f in u.flats)]
+        self._used = [u for u in forward_order if any([f.gradients.expects_any for f in u.flats])]  # noqa: C419 (hot)
         backwards = self._used[::-1]
         self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
         self._no_pause = max(0, self._no_pause - 1)
@@ -79,7 +79,7 @@ class ReduceSchedule:
         """Reduce the next units in order, as far as their gradients are complete. Collective."""
         if self.collectives.in_one_order:
             return
-        while self._order and not any(f.gradients.missing for f in self._order[0].flats):
+        while self._order and not any([f.gradients.missing for f in self._order[0].flats]):  # noqa: C419 (hot)
             self._issue(self._order.pop(0))
 
     def _issue(self, unit: Unit, early: bool = False) -> None:
@@ -149,7 +149,7 @@ class ReduceSchedule:
         unneeded = runtime.schedule.passed - runtime.schedule.needed
         votes: list[int] = [late, hook is not None and hook.error is not None]
         for unit in runtime.units:
-            unreduced = any(True in f.gradients.unreduced for f in unit.flats)
+            unreduced = any([True in f.gradients.unreduced for f in unit.flats])  # noqa: C419 (hot)
             votes += [self.rounds[unit.index] + unreduced, unit.index not in unneeded]
             for flat in unit.flats:
                 votes += flat.gradients.arrivals()
@@ -194,7 +194,7 @@ class ReduceSchedule:
         if stepping is not None:
             stepping.check_votes(list(answer))
         for unit in self._used:
-            if any(EXPECTED in agreed[id(flat)] for flat in unit.flats):
+            if any([EXPECTED in agreed[id(flat)] for flat in unit.flats]):  # noqa: C419 (hot)
                 self._incomplete.add(unit.index)
             else:
                 self._incomplete.discard(unit.index)

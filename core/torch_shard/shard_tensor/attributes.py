@@ -27,19 +27,26 @@ def _summoned_param(t: Any) -> Any:
     return unit.unsharded_param_of(t) if unit is not None and unit.is_summoned else None
 
 
-def _await_votes(param: Any) -> None:
-    ref = param._shard_state.unit_ref
+def _gradient_holder(param: Any) -> Any:
+    """Return the unsharded parameter if that has the gradient, inside ``engine.gathered``; else None.
+
+    Then `.grad` is this rank's part of what the ranks have agreed on.
+    """
+    ref = param._shard_state.unit_ref  # hot: no call of a property
     unit = None if ref is None else ref()
-    if unit is not None and unit.runtime.awaits_votes:
-        unit.runtime.await_votes()
+    if unit is not None:
+        if unit.is_summoned and (unsharded := unit.unsharded_param_of(param)).grad is not None:
+            return unsharded
+        if unit.runtime.awaits_votes:
+            unit.runtime.await_votes()
+    return None
 
 
 def get_grad(param: ShardTensor) -> Any:
     """Return ``param.grad``."""
-    unsharded = _summoned_param(param)
-    if unsharded is not None and unsharded.grad is not None:
+    unsharded = _gradient_holder(param)
+    if unsharded is not None:
         return unsharded.grad
-    _await_votes(param)
     with _NoTorchFunction():
         grad = own_grad(param)
     if grad is None and (unit := param._unit) is not None:
@@ -53,12 +60,11 @@ def set_grad(param: ShardTensor, value: Any) -> None:
     Raises:
         NeedsGatherError: `value` has another shape or cut.
     """
-    unsharded = _summoned_param(param)
-    if unsharded is not None and unsharded.grad is not None:
+    unsharded = _gradient_holder(param)
+    if unsharded is not None:
         unsharded.grad = value
         if value is not None:
             return
-    _await_votes(param)
     spec = param._spec
     with _NoTorchFunction():
         if isinstance(value, torch.Tensor):

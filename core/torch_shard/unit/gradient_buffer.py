@@ -233,7 +233,7 @@ class GradientBuffer:
 
     def _copy(self, index: int, grad: torch.Tensor) -> None:
         flat = self.flat if self.flat is not None else self._open()
-        if index in self.held:
+        if self._on_device and index in self.held:
             flat, _ = self._copied()
         if self._narrow and (self.unreduced[index] or grad.dtype != flat.dtype):
             self._widen()
