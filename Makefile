@@ -106,6 +106,7 @@ bench: $(STAMP)
 	$(RUN) bench/alone.py --short
 	$(RUN) bench/traffic.py --tiny
 	$(RUN) bench/overhead.py --short
+	$(RUN) bench/launches.py --short
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short
 	$(RUN) bench/offload.py --smoke
