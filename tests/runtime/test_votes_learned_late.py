@@ -11,8 +11,10 @@ import torch_shard
 from tests.support.marks import quick
 from tests.support.ranks import ranks
 from torch_shard.comm.comparisons import Comparisons
+from torch_shard.comm.divergence import OperationSequence
 from torch_shard.errors import DivergenceError
 from torch_shard.runtime.reduce_schedule import ReduceSchedule
+from torch_shard.unit.gradient_buffer import GradientBuffer
 
 WIDTH = 4
 
@@ -41,12 +43,14 @@ def made(**settings):
     return model, engine, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-def steps(model, rank, optimizer, each, count, differs=lambda model: {}):
+def steps(model, rank, optimizer, each, count, differs=lambda model: {}, backwards=1):
     """Take `count` steps. From the fourth on, `differs` prepares the model, and returns arguments of its forward."""
     data = torch.Generator().manual_seed(rank)
     for number in range(count):
         x = torch.randn(3, WIDTH, generator=data, dtype=torch.float64)
-        model(x, **(differs(model) if number >= 3 else {})).square().sum().backward()
+        loss = model(x, **(differs(model) if number >= 3 else {})).square().sum()
+        for _ in range(backwards):
+            loss.backward(retain_graph=backwards > 1)
         each()
         optimizer.step()
         optimizer.zero_grad()
@@ -103,21 +107,74 @@ def test_what_other_ranks_have_in_addition_counts(rank, difference, reader, monk
         plain_call(self, votes, answer)
 
     monkeypatch.setattr(ReduceSchedule, "_compare_late", compare_late)
+    early, plain = (trained(rank, difference, monkeypatch, READERS[reader], early=early) for early in (True, False))
+    assert rank == 1 or any(late), "no answer came late"
+    assert all(map(torch.equal, early, plain))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@ranks(2)
+def test_a_second_backward_of_one_graph_comes_behind_the_votes_of_the_first(rank, difference, monkeypatch):
+    early, plain = (trained(rank, difference, monkeypatch, early=early, backwards=2) for early in (True, False))
+    assert all(map(torch.equal, early, plain))
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@ranks(2)
+def test_votes_that_come_before_the_gradients_are_published_count(rank, difference, monkeypatch):
+    plain_call = GradientBuffer.collect
+
+    def collect(self, reduction):
+        current[0].operations.finish()  # as a rank does that waits for a reduction
+        plain_call(self, reduction)
+
+    current = []
     found = []
     for early in (True, False):
-        monkeypatch.setattr(ReduceSchedule, "_may_publish_early", ReduceSchedule._may_publish_early if early else never)
+        monkeypatch.setattr(GradientBuffer, "collect", collect if early else plain_call)
+        found.append(trained(rank, difference, monkeypatch, early=early, current=current))
+    assert all(map(torch.equal, *found))
+
+
+def trained(rank, difference, monkeypatch, reader=READERS["nobody"], early=True, backwards=1, current=None):
+    """Return this rank's shards after six steps. `current` gets the runtime."""
+    with monkeypatch.context() as patch:
+        if not early:
+            patch.setattr(ReduceSchedule, "_may_publish_early", never)
         model, engine, optimizer = made(strategy="no_shard")  # no gather stops a rank that does something else
+        if current is not None:
+            current[:] = [engine._runtime]
         model.layers[1].bias.requires_grad_(difference == "a second reduction")
-        each = lambda: READERS[reader](engine, model)  # noqa: E731, B023
-        steps(model, rank, optimizer, each, 6, DIFFERENCES[difference] if rank == 1 else lambda model: {})
-        found.append([p.detach().to_local().clone() for p in model.parameters()])
-    assert rank == 1 or any(late), "no answer came late"
-    for early, plain in zip(*found, strict=True):
-        assert torch.equal(early, plain)
+        differs = DIFFERENCES[difference] if rank == 1 else lambda model: {}
+        steps(model, rank, optimizer, lambda: reader(engine, model), 6, differs, backwards)
+        return [p.detach().to_local().clone() for p in model.parameters()]
 
 
 def never(self):
     return False
+
+
+@ranks(2)
+def test_gradients_are_taken_back_where_the_ranks_turn_out_to_differ(rank, monkeypatch):
+    model, _, optimizer = made()
+    steps(model, rank, optimizer, lambda: None, 3)
+    before = [p.detach().to_local().clone() for p in model.parameters()]
+    x = torch.ones(1, WIDTH, dtype=torch.float64)
+    model(x).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(OperationSequence, "_is_met", apart)
+        with pytest.raises(DivergenceError, match="apart"):
+            optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    assert all(map(torch.equal, [p.detach().to_local() for p in model.parameters()], before))
+    steps(model, rank, optimizer, lambda: None, 2)
+    assert not all(map(torch.equal, [p.detach().to_local() for p in model.parameters()], before))
+
+
+def apart(self, meeting, message):
+    raise DivergenceError("apart")
 
 
 @ranks(2)

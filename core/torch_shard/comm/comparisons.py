@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import MissingRankError
+from ..errors import MissingRankError, ShardError
 from .work import Pending
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Comparisons:
         self.partners: Partners | None = None
         self._left: Pending | None = None  # the all-reduce that this rank has left behind to read alone
         self._owed = 0  # the number of a comparison that late ranks may still come to, see `settle`
-        # A comparison that has begun, with what is to be done once all ranks have come.
-        self.unfinished: tuple[Pending, Callable[[], None]] | None = None
+        # A comparison that has begun, and what is called with True once all ranks have come, with False if that fails.
+        self.unfinished: tuple[Pending, Callable[[bool], None]] | None = None
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
     def served(self) -> float:
@@ -109,7 +109,7 @@ class Comparisons:
         try:
             pending = self._issue(watchdog, message, flags, what, purpose)
         except (RuntimeError, ValueError) as error:
-            if not reads:
+            if not reads or isinstance(error, ShardError):
                 raise
             self._error = error  # this rank has destroyed the process groups: nobody can be met any more
             return False
@@ -162,8 +162,12 @@ class Comparisons:
         if self.unfinished is None or (only_if_known and not self.unfinished[0].done()):
             return
         (pending, then), self.unfinished = self.unfinished, None
-        self._end(pending)
-        then()
+        try:
+            self._end(pending)
+        except BaseException:
+            then(False)
+            raise
+        then(True)
 
     def _end_left(self, what: str) -> None:
         """Wait for the all-reduce that this rank has left, since it is back for `what`."""

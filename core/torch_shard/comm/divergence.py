@@ -118,28 +118,37 @@ class OperationSequence:
         self,
         what: str,
         payload: torch.Tensor | None = None,
-        then: Callable[[torch.Tensor], None] = lambda answer: None,
+        then: Callable[[torch.Tensor | None], None] = lambda answer: None,
     ) -> None:
         """Compare the ranks' sequences as :meth:`check` does, but go on before the others have come. Collective.
 
         The comparison ends in :meth:`finish`, before the next one of any engine, before a change of the parameters, and in a
-        wait in which it has become known that the sequences differ. There `then` is called with what ``check`` would return.
+        wait in which it has become known that the sequences differ. There `then` is called with what ``check`` would return,
+        or with None before an error is raised.
         """
         comparisons = self._comparisons
         comparisons.finish()
         meeting = _Meeting(self, what, payload, self.hash, Purpose.WORKS, 0.0)
+        meeting.line = caller_line()
         if payload is not None:
             self.hash, self.history = 0, []
         message, flags = meeting.message()
         pending = comparisons.begin(self.collectives.watchdog, message, flags, what)
         comparisons.unfinished = pending, functools.partial(self._finish, meeting, message, then)
 
-    def _finish(self, meeting: _Meeting, message: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
-        if not self._is_met(meeting, message):
-            found = self._compare(meeting)
-            assert found is not None
-            message = found
-        then(message[_HEAD : _HEAD + meeting.length])
+    def _finish(
+        self,
+        meeting: _Meeting,
+        message: torch.Tensor,
+        then: Callable[[torch.Tensor | None], None],
+        have_come: bool,
+    ) -> None:
+        found = None
+        try:
+            if have_come:
+                found = message if self._is_met(meeting, message) else self._compare(meeting)
+        finally:
+            then(None if found is None else found[_HEAD : _HEAD + meeting.length])
 
     def finish(self) -> None:
         """End the comparison that has begun, if there is one.
@@ -197,9 +206,9 @@ class OperationSequence:
     def _explain(self, meeting: _Meeting) -> None:
         self.on_difference()
         watchdog, what = self.collectives.watchdog, meeting.what
-        history = meeting.history[: meeting.noted]
+        history, line = meeting.history[: meeting.noted], meeting.line or caller_line()
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
-        mine: tuple[list[str], str, str, int, dict[str, int]] = (history, what, meeting.line, self.number, issued)
+        mine: tuple[list[str], str, str, int, dict[str, int]] = (history, what, line, self.number, issued)
         before = ", ".join(history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
@@ -277,7 +286,7 @@ class _Meeting:
         """Take the present state of `sequence`; `before` is its hash before the operation. The rest: see ``meet``."""
         self.what, self.purpose, self.alone_after = what, purpose, alone_after
         self.history, self.noted = sequence.history, len(sequence.history)
-        self.line = caller_line()
+        self.line = ""  # of the user's code, where that goes on meanwhile
         self._payload = payload
         assert sequence.engine_order is not None
         self._width = sequence.engine_order.width

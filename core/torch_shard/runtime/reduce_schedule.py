@@ -56,7 +56,8 @@ class ReduceSchedule:
         # By the id of a flat buffer, which gradients arrived on any rank; None until the ranks have agreed on that.
         self._agreed: dict[int, list[int]] | None = None
         self._votes: list[int] | None = None  # this rank's in the last backward, if all ranks had the same
-        # What this rank has published, or will, before it knows the votes of the others: see `await_votes`.
+        # What this rank has published before it knows the votes of the others, by flat buffer, with the parameters' states; empty
+        # if it is about to, and None if it knows them. See `Runtime.await_votes`.
         self._early: list[tuple[FlatBuffer, list[torch.Tensor], list[int]]] | None = None
 
     def begin(self, forward_order: Iterable[Unit]) -> None:
@@ -206,19 +207,29 @@ class ReduceSchedule:
             for unit in left:
                 self._issue(unit)
 
-    def _compare_late(self, votes: list[int], answer: torch.Tensor) -> None:
-        """Take the ranks' answer after this rank has followed its own `votes`: reduce and publish what it did not know of."""
+    def _compare_late(self, votes: list[int], answer: torch.Tensor | None) -> None:
+        """Take the ranks' answer after this rank has followed its own `votes`: reduce and publish what it did not know of.
+
+        None for the answer: the ranks differ, or one is gone. Then what was published is taken back.
+        """
         self.runtime.awaits_votes = False
         early, self._early = self._early, None
-        if early is None or answer.tolist() == votes:  # None: the backward has failed
+        if early is None:  # the backward has failed
             return
-        self._votes = None
-        with torch.no_grad():
-            self._follow(answer.tolist())
-            assert self._agreed is not None
-            for flat, results, published in early:
-                flat.gradients.publish_also(results, published, self._agreed[id(flat)])
-            self.flush()
+        if answer is None:
+            self._votes = None
+            for flat, results, _ in early:
+                flat.gradients.take_back(results)
+        elif answer.tolist() != votes:
+            self._votes = None
+            with torch.no_grad():
+                self._follow(answer.tolist())
+                if not early:  # it has come in `flush`, which goes on with what the ranks have agreed on
+                    return
+                assert self._agreed is not None
+                for flat, results, published in early:
+                    flat.gradients.publish_also(results, published, self._agreed[id(flat)])
+                self.flush()
 
     def flush(self) -> None:
         """Wait for all reductions after :meth:`compare`, publish every `.grad`, and run users' hooks on them."""

@@ -406,6 +406,7 @@ class Runtime:
             yield
             return
         try:
+            self.await_votes()
             try:
                 for flat in self.flats:
                     flat.gradients.check_accumulation()
@@ -442,6 +443,7 @@ class Runtime:
             return
         if self.refusal is not None:
             raise self.refusal
+        self.await_votes()  # of a backward before, since none of this engine is running
         if self.feeds_back and self.collectives.size > 1 and grad_scaler.is_running():
             raise ConfigError(
                 f"rank {self.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.quantized keeps what "

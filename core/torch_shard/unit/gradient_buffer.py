@@ -361,6 +361,16 @@ class GradientBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             self._publish(results, more)
 
+    def take_back(self, results: list[torch.Tensor]) -> None:
+        """Clear the gradients that :meth:`publish` has made of `results`; what was added to others is lost."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.params:
+                state: ShardState | None = getattr(own_grad(param), STATE, None)
+                if state is not None and any(state.flat is result for result in results):
+                    set_own_grad(param, None)
+                elif state is not None:
+                    state.lost = self.lost = True
+
     def _publish(self, results: list[torch.Tensor], touched: list[int]) -> None:
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
