@@ -205,7 +205,7 @@ class Engine:
         return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite, self._ignored())
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective.
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Call it on all ranks, as any use of gradients.
 
         Raises:
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -100,13 +101,13 @@ READERS = {
 @pytest.mark.parametrize("difference", DIFFERENCES)
 @ranks(2)
 def test_what_other_ranks_have_in_addition_counts(rank, difference, reader, monkeypatch):
-    late, plain_call = [], ReduceSchedule._compare_late
+    late, plain_call = [], ReduceSchedule.compare_late
 
     def compare_late(self, votes, answer):
         late.append(votes != answer.tolist())
         plain_call(self, votes, answer)
 
-    monkeypatch.setattr(ReduceSchedule, "_compare_late", compare_late)
+    monkeypatch.setattr(ReduceSchedule, "compare_late", compare_late)
     early, plain = (trained(rank, difference, monkeypatch, READERS[reader], early=early) for early in (True, False))
     assert rank == 1 or any(late), "no answer came late"
     assert all(map(torch.equal, early, plain))
@@ -191,3 +192,23 @@ def test_a_step_that_one_rank_has_left_out_is_an_error_before_parameters_change_
         model(x).sum().backward()
         optimizer.step()
     assert all(map(torch.equal, [p.detach().to_local() for p in model.parameters()], before))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@ranks(2)
+def test_a_rank_may_evaluate_alone_while_another_is_in_a_forward_that_repeats(rank, strategy):
+    model, _, optimizer = made(strategy=strategy, timeout=8.0)
+    steps(model, rank, optimizer, lambda: None, 3)
+    x = torch.ones(1, WIDTH, dtype=torch.float64)
+    for reads in (1, 2, 3):
+        if rank == 1:
+            with torch.no_grad():
+                values = {model(x).sum().item() for _ in range(reads)}
+            assert len(values) == 1
+        loss = model(x).sum()
+        total = loss.detach().clone()
+        dist.all_reduce(total)  # as scripts do to log the mean
+        assert total == 2 * loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_shard.checkpoint.sharded import host_snapshot
-from torch_shard.comm import mesh, streams
+from torch_shard.comm import collectives, mesh, streams
 from torch_shard.offload import host_buffers, pinned
 
 from . import process_group
@@ -45,6 +45,7 @@ def simulated(pace: Pace = "early", seed: int = 0, dropped: Iterable[str] = ()) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_attribute(host_snapshot.SnapshotMemory, "snapshot", written_soon))
         stack.enter_context(_set(streams._kept, ACCELERATOR, own.streams))
+        stack.enter_context(_attribute(collectives, "takes_means", lambda backend: True))
         stack.enter_context(_attribute(mesh, "_device_of", lambda *_: ACCELERATOR))
         stack.enter_context(_attribute(pinned, "allocate", page_locked))
         stack.enter_context(_attribute(host_buffers, "allocate", page_locked))

@@ -20,7 +20,7 @@ from . import process_group_ops
 from .gradient_reduction import Reduction
 from .one_sided.service import Service
 from .small_collectives import ScalarComm
-from .streams import orders_streams, streams_of
+from .streams import streams_of, takes_means
 from .watchdog import Watchdog, blocking
 from .work import Channel, OnStream, Pending
 
@@ -133,7 +133,7 @@ class Collectives:
         self.knows_references = (
             self.counts_references and self.device.type == "cpu" and self.backend in ("gloo", "fake")
         )
-        self.averages = orders_streams(self.backend)  # the backend can divide a sum by the number of ranks
+        self.averages = takes_means(self.backend)  # the backend can divide a sum by the number of ranks
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -68,6 +69,7 @@ class Comparisons:
         self._owed = 0  # the number of a comparison that late ranks may still come to, see `settle`
         # A comparison that has begun, and what is called with True once all ranks have come, with False if that fails.
         self.unfinished: tuple[Pending, Callable[[bool], None]] | None = None
+        self._finishing = threading.RLock()
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
     def served(self) -> float:
@@ -148,26 +150,34 @@ class Comparisons:
 
     # -- a comparison that is under way while this rank goes on -------------------------------------------------
     def begin(self, watchdog: Watchdog, message: torch.Tensor, flags: torch.Tensor, what: str) -> Pending:
-        """Send the message of a rank that does what concerns all ranks, and don't wait. See :meth:`all_reduce`. Collective."""
-        if self._left is not None:
-            self._end_left(what)
+        """Send the message of a rank that does what concerns all ranks, and don't wait. See :meth:`all_reduce`. Collective.
+
+        What this rank has left to read alone may still be under way: others may look at it only when this rank goes on.
+        """
         return self._issue(watchdog, message, flags, what, Purpose.WORKS)
 
-    def finish(self, *, only_if_known: bool = False) -> None:
+    def finish(self, *, only_if_known: bool = False) -> bool:
         """End the comparison that :meth:`begin` has begun, if there is one. `only_if_known`: and if all ranks have come.
+
+        Returns:
+            True if there was one, which has ended.
 
         Raises:
             DivergenceError: the ranks have come to different operations.
         """
-        if self.unfinished is None or (only_if_known and not self.unfinished[0].done()):
-            return
-        (pending, then), self.unfinished = self.unfinished, None
-        try:
-            self._end(pending)
-        except BaseException:
-            then(False)
-            raise
-        then(True)
+        with self._finishing:  # another thread that reads a gradient may be at it
+            if self.unfinished is None or (only_if_known and not self.unfinished[0].done()):
+                return False
+            (pending, then), self.unfinished = self.unfinished, None
+            try:
+                if self._left is not None:
+                    self._end_left(pending.what)
+                self._end(pending)
+            except BaseException:
+                then(False)
+                raise
+            then(True)
+            return True
 
     def _end_left(self, what: str) -> None:
         """Wait for the all-reduce that this rank has left, since it is back for `what`."""

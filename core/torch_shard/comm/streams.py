@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Streams", "accelerator", "current_streams", "indexed", "orders_streams", "streams_of"]
+__all__ = ["Streams", "accelerator", "current_streams", "indexed", "orders_streams", "streams_of", "takes_means"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 _WITHOUT = ("cpu", "meta", "mps")  # types of devices without streams of their own; Metal has no collectives either
@@ -28,6 +28,11 @@ def orders_streams(backend: str) -> bool:
     To wait for one makes the current stream wait, and the host goes on. Gloo's collectives make the host wait.
     """
     return backend in ("nccl", "xccl", "hccl", "cncl")
+
+
+def takes_means(backend: str) -> bool:
+    """Return True if a backend's reductions can divide by the number of ranks."""
+    return backend in ("nccl", "xccl")
 
 
 def accelerator() -> str:

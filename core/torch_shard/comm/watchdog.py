@@ -114,7 +114,8 @@ class Watchdog:
             while True:
                 if ends_within(work, self._tick, pending, self.rank):
                     return
-                comparisons.finish(only_if_known=True)
+                if comparisons.finish(only_if_known=True):  # it may have waited, with posts of its own
+                    self._post(pending.channel, pending.number, pending.what)
                 new_posts = self._new_posts()
                 posts = posts if new_posts is None else new_posts
                 stuck = self._deadlocked(pending, posts)

@@ -241,7 +241,7 @@ class FSDPModule(WrappedModule):
         current_streams().wait(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: gradients are always divided and summed."""
+        """Do nothing: gradients are summed wherever the backend can't take their mean."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Log a warning: units that backward does not need are found in any case."""

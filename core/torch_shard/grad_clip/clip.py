@@ -184,7 +184,7 @@ def clip_grad_value_(
     clip_value: float,
     ignored: Iterable[torch.Tensor] = (),
 ) -> None:
-    """Limit each element of the gradients to ``[-clip_value, clip_value]``. Not collective."""
+    """Limit each element of the gradients to ``[-clip_value, clip_value]``, on all ranks."""
     value = float(clip_value)
     with torch.no_grad():
         grads = _Gradients(runtime, parameters, ignored)

@@ -23,6 +23,7 @@ def grad_norms(
         raise ConfigError(f"norm_type must be greater than 0, not {norm_type!r}.")
     if runtime.in_backward is not None:
         runtime.in_backward.refuse("norms of gradients (engine.grad_norms)")
+    runtime.await_votes()
     chosen = None if parameters is None else {id(param) for param in parameters}
     c, units = runtime.collectives, runtime.units
     # By the id of a communicator over the ranks that share the shards: each unit's shards, also where this rank has no

@@ -152,11 +152,18 @@ class Forwards:
                 self._refused = True
                 raise
 
-    def finish(self) -> None:
-        """End the innermost forward of the root module."""
+    def finish(self, succeeded: bool = True) -> None:
+        """End the innermost forward of the root module. Collective, unless the forward has raised.
+
+        Raises:
+            DivergenceError: other ranks have come to something else than this forward.
+        """
         if self._roots:
             self._roots.pop()
         self._finished()
+        if succeeded and not self._roots and graph_task() == -1:
+            # Before the user's code waits for other ranks, or for the device. In a step that repeats, all have come long ago.
+            self.runtime.operations.finish()
 
     def _finished(self) -> None:
         """Do what the end of a forward of the root module entails, the innermost or another one."""
@@ -221,7 +228,7 @@ def _begin_model(runtime: Runtime, module: nn.Module, args: Any) -> None:
 
 
 def _finish_model(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
-    _call(runtime.forwards.finish)
+    _call(runtime.forwards.finish, output is not None)
 
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:

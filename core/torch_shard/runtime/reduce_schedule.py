@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import weakref
 from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ class ReduceSchedule:
         self._postponed: dict[int, tuple[Unit, FlatBuffer]] = {}
         # By the id of a flat buffer, which gradients arrived on any rank; None until the ranks have agreed on that.
         self._agreed: dict[int, list[int]] | None = None
+        self._answer: list[int] | None = None  # the votes of all ranks, where they have come in `flush`
         self._votes: list[int] | None = None  # this rank's in the last backward, if all ranks had the same
         # What this rank has published before it knows the votes of the others, by flat buffer, with the parameters' states; empty
         # if it is about to, and None if it knows them. See `Runtime.await_votes`.
@@ -160,7 +162,7 @@ class ReduceSchedule:
         if votes == self._votes and hook is None and stepping is None and self._may_publish_early():
             self._early = []
             runtime.awaits_votes = True
-            runtime.operations.begin(what, payload, functools.partial(self._compare_late, votes))
+            runtime.operations.begin(what, payload, functools.partial(_compare_late, weakref.ref(self), votes))
             self._follow(votes)
             return
         message = runtime.operations.check(what, payload)
@@ -207,7 +209,7 @@ class ReduceSchedule:
             for unit in left:
                 self._issue(unit)
 
-    def _compare_late(self, votes: list[int], answer: torch.Tensor | None) -> None:
+    def compare_late(self, votes: list[int], answer: torch.Tensor | None) -> None:
         """Take the ranks' answer after this rank has followed its own `votes`: reduce and publish what it did not know of.
 
         None for the answer: the ranks differ, or one is gone. Then what was published is taken back.
@@ -218,14 +220,15 @@ class ReduceSchedule:
             return
         if answer is None:
             self._votes = None
-            for flat, results, _ in early:
-                flat.gradients.take_back(results)
+            for flat, _, published in early:
+                flat.gradients.take_back(published)
         elif answer.tolist() != votes:
             self._votes = None
+            if not early:  # it has come in `flush`, which goes on with it
+                self._answer = answer.tolist()
+                return
             with torch.no_grad():
                 self._follow(answer.tolist())
-                if not early:  # it has come in `flush`, which goes on with what the ranks have agreed on
-                    return
                 assert self._agreed is not None
                 for flat, results, published in early:
                     flat.gradients.publish_also(results, published, self._agreed[id(flat)])
@@ -234,8 +237,12 @@ class ReduceSchedule:
     def flush(self) -> None:
         """Wait for all reductions after :meth:`compare`, publish every `.grad`, and run users' hooks on them."""
         assert self._agreed is not None
-        while self._in_flight:
-            self._collect_oldest()
+        while self._in_flight or self._answer is not None:
+            while self._in_flight:
+                self._collect_oldest()
+            if self._answer is not None:
+                answer, self._answer = self._answer, None
+                self._follow(answer)
         postponed, self._postponed = self._postponed, {}
         for unit, flat in postponed.values():
             self._step(unit, flat)
@@ -275,7 +282,14 @@ class ReduceSchedule:
             with contextlib.suppress(ShardError):
                 reduction.abandon(left if replicas else min(PAUSE, left))
         self._in_flight.clear()
-        self._agreed = self._votes = self._early = None
+        self._agreed = self._votes = self._early = self._answer = None
         self._postponed.clear()
         self._order, self._used = [], []
         self.collectives.forget_ended()
+
+
+def _compare_late(schedule: weakref.ref[ReduceSchedule], votes: list[int], answer: torch.Tensor | None) -> None:
+    """Call :meth:`ReduceSchedule.compare_late` of a schedule that this must not keep alive."""
+    found = schedule()
+    if found is not None:
+        found.compare_late(votes, answer)

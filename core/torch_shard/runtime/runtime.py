@@ -307,7 +307,6 @@ class Runtime:
         what, changes = "the start of a forward", self.schedule.changes()
         try:
             if phase == EVALUATION if reads is None else reads:
-                self._noted = ()
                 found = self.lone.meet(what, noted, changes, sure=phase == FORWARD)
             else:
                 found = self._agree_on_forward(what, noted, changes)
@@ -335,7 +334,7 @@ class Runtime:
         repeats, self._noted = self._noted == noted, noted
         alone = self.engine_order is not None and self.engine_order.has_one  # else gathers of two models could mix
         if repeats and alone and changes is None and not self.versions.edits.before:
-            # The forward before it was like this one, and followed by a backward. A difference is found before parameters change.
+            # As the last forward on which the ranks have agreed. A difference is found when this one ends, see `Forwards.finish`.
             self.operations.begin(what)
             return torch.empty(0, device="cpu")
         found = self.operations.check(what, changes)

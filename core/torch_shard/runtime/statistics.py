@@ -6,6 +6,7 @@ import torch
 
 from ..comm.traffic_statistics import Statistics, StreamWaits, waits
 from ..shard_tensor.tensor import ShardTensor
+from ..shard_tensor.unsharded_param import own_grad
 from .runtime import Runtime
 
 __all__ = ["gradient_bytes", "own_bytes", "parameter_bytes", "statistics", "time_waiting"]
@@ -50,7 +51,7 @@ def gradient_bytes(runtime: Runtime) -> int:
         for held in (flat.gradients.flat, flat.gradients.quantized):
             total += held.nbytes if held is not None else 0
         with torch._C.DisableTorchFunctionSubclass():
-            total += sum(own_bytes(p.grad) for p in flat.params if p.grad is not None)
+            total += sum(own_bytes(grad) for grad in map(own_grad, flat.params) if grad is not None)
     return total
 
 

@@ -277,7 +277,7 @@ class FlatBuffer:
     def keep_secondary_shard(self) -> None:
         """Copy the secondary shard out of the full buffer, which is freed next. Call under `gathering()`."""
         assert self.secondary_shard is not None
-        # Hazard: compute must have ended on the full buffer; `Unit.reshard` has joined its streams. The secondary shard is
+        # Hazard: compute must have ended on the full buffer; `gathering()` has joined its streams. The secondary shard is
         # allocated, filled, read and freed on the gather stream alone, so that no other stream has to wait for it.
         self.secondary_shard.untyped_storage().resize_(
             self.secondary_shard.numel() * self.secondary_shard.element_size()
@@ -503,6 +503,6 @@ def _take_grad(
         if flat.distributed:
             unit.runtime.on_grad(unit, flat, index, flat.part_of(grads[0], index))
         else:
-            unshared = flat.gradients.can_hold and is_unshared(grads)
+            unshared = flat.gradients.can_hold and not grads[0].is_sparse and is_unshared(grads)
             unit.runtime.on_grad(unit, flat, index, grads[0], unshared)
     return (None,)

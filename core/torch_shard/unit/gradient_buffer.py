@@ -138,6 +138,8 @@ class GradientBuffer:
                 self.host.host.make_room()
             self._narrow = self.collectives.data_parallel_size == 1 and widens(self.opens, self.dtypes.grad)
             self.flat = self._taken(self.opens)
+            if self._on_device:
+                self._streams.add(self.collectives.streams.current())  # on which it was allocated
         return self.flat
 
     def _taken(self, dtype: torch.dtype) -> torch.Tensor:
@@ -178,6 +180,7 @@ class GradientBuffer:
         for stream in self._streams:
             # Hazard: the gradients' memory belongs to one of these streams and must not be reused before it was read.
             c.streams.join(stream, [here])
+        self.held.forget()
         return flat, filled
 
     def _opens(self, deferred: bool) -> torch.dtype:
@@ -214,7 +217,7 @@ class GradientBuffer:
         self.missing = sum(self.expected)
 
     def accept(self, index: int, grad: torch.Tensor, unshared: bool = False) -> bool:
-        """Add the gradient of parameter `index`, divided by the number of ranks; return True if no other is missing.
+        """Add the gradient of parameter `index`; return True if no other is missing.
 
         `unshared`: nobody else refers to the gradient, so that it may be copied later.
         """
@@ -361,15 +364,12 @@ class GradientBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             self._publish(results, more)
 
-    def take_back(self, results: list[torch.Tensor]) -> None:
-        """Clear the gradients that :meth:`publish` has made of `results`; what was added to others is lost."""
+    def take_back(self, published: list[int]) -> None:
+        """Clear the gradients that :meth:`publish` has published, with all that was accumulated before."""
         with torch._C.DisableTorchFunctionSubclass():
-            for param in self.params:
-                state: ShardState | None = getattr(own_grad(param), STATE, None)
-                if state is not None and any(state.flat is result for result in results):
+            for param, state in zip(self.params, published, strict=True):
+                if state == ARRIVED:
                     set_own_grad(param, None)
-                elif state is not None:
-                    state.lost = self.lost = True
 
     def _publish(self, results: list[torch.Tensor], touched: list[int]) -> None:
         for result in results if touched else ():

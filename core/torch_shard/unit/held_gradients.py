@@ -72,13 +72,12 @@ class HeldGradients:
         return not any(adds or grad.dtype != dtype for grad, adds in self._grads.values())
 
     def copy_to(self, flat: torch.Tensor, views: Sequence[torch.Tensor], factor: float, whole: bool) -> bool:
-        """Copy or add the gradients, times `factor`, to their slots, the `views` of `flat`, and let go of them.
+        """Copy or add the gradients, times `factor`, to their slots, the `views` of `flat`. They are held until :meth:`forget`.
 
         With `whole`, set the padding of `flat` to zero, too, if that costs no kernel of its own; return True if it was set.
         """
-        held, self._grads = self._grads, {}
-        fresh = [(views[i], grad) for i, (grad, adds) in held.items() if not adds]
-        more = [(views[i], grad) for i, (grad, adds) in held.items() if adds]
+        fresh = [(views[i], grad) for i, (grad, adds) in self._grads.items() if not adds]
+        more = [(views[i], grad) for i, (grad, adds) in self._grads.items() if adds]
         whole = whole and bool(fresh) and self._longest <= _SHORT
         if fresh:
             into, grads = map(list, zip(*fresh, strict=True))

@@ -42,7 +42,7 @@ class Service:
         address: where the service listens.
         lock: protects :attr:`issued` and :attr:`promised`.
         issued: the number of comparisons that this rank has issued.
-        joined: the number of the latest one to which all ranks must come before this rank goes on.
+        joined: the number of the latest one to which all ranks must come before this rank changes parameters.
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
         served: when a partner was served last, by ``time.monotonic()``.
     """
