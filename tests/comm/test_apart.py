@@ -146,14 +146,12 @@ def test_a_difference_that_is_found_while_a_forward_runs_names_both_sides_and_ch
     optimizer.step()
     step(model)
     kept = [p.detach().to_local().clone() for p in model.parameters()]
-    began = time.monotonic()
     with pytest.raises(DivergenceError, match=r"rank 0: begins a forward .*rank 1: engine\.optim_state_dict"):
         if rank == 0:
             step(model)
         else:
             engine.optim_state_dict(optimizer)
         optimizer.step()
-    assert time.monotonic() - began < FIRST_TICK + SHORT
     assert all(torch.equal(p.detach().to_local(), before) for p, before in zip(model.parameters(), kept, strict=True))
 
 
