@@ -50,7 +50,7 @@ def install(runtime: Runtime) -> None:
             return original(*given.args, **given.kwargs)
         with contextlib.ExitStack() as stack:
             for runtime in list(_runtimes):
-                stack.enter_context(runtime.outermost_backward())
+                stack.enter_context(runtime.backwards.outermost_backward())
             return original(*given.args, **given.kwargs)
 
     backward._torch_shard = True  # type: ignore[attr-defined]

@@ -69,7 +69,7 @@ class Forwards:
             runtime.unshard(unit, phase, "the model" if self._roots else f"{type(module).__name__} of {unit.name}")
         except BaseException:
             if not self.running:  # else the end of the outer forward does that
-                runtime.end_read()
+                runtime.session.end_read()
             raise
         if phase == BACKWARD and not unit.uses:
             # Recomputation of a checkpointed region that spans several units: the nodes that will read these values are
@@ -97,13 +97,13 @@ class Forwards:
         tensors = [] if outputs is None else tensors_in(outputs)
         if last.summoned:
             if recording and outputs is not None and all(call.in_place for call in unit.gathered_calls):
-                runtime.watch_outputs(last.use, tensors)
+                runtime.backwards.watch_outputs(last.use, tensors)
             return outputs
         if unit.gathers and tensors:
             outputs, copies = own_memory(outputs, tensors, {f.storage for f in unit.flats})
             tensors = tensors_in(outputs) if copies else tensors
         if recording and outputs is not None:
-            runtime.watch_outputs(last.use, tensors)
+            runtime.backwards.watch_outputs(last.use, tensors)
         runtime.on_demand.check_copies()
         self.between(recording)
         return outputs
@@ -120,13 +120,13 @@ class Forwards:
             return
         runtime = self.runtime
         if runtime.lone.running:
-            runtime.end_read()
+            runtime.session.end_read()
             return
         if not recording:
             runtime.schedule.reshard_after_evaluation()
-            runtime.end_read()  # what is read next, this rank may read alone
+            runtime.session.end_read()  # what is read next, this rank may read alone
         if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
-            runtime.session = False
+            runtime.session.close()
 
     # -- of the root module ---------------------------------------------------------------------------------------
     def begin(self, root: nn.Module) -> None:
@@ -139,13 +139,7 @@ class Forwards:
             runtime.registrations.root = weakref.ref(root)
             runtime.check_registrations()
         if self.depth == 0 and len(self._roots) == 1 and graph_task() == -1:
-            runtime.lone.end()
-            runtime.session_before = runtime.session and not torch.is_grad_enabled()
-            runtime.session = False
-            if torch.is_grad_enabled():
-                runtime.schedule.reshard_unused()
-            else:
-                runtime.reshards_first = True  # if all ranks evaluate; a read alone leaves no trace
+            runtime.session.begin_model()
             try:
                 runtime.synchronise_buffers(root)
             except BaseException:
@@ -173,8 +167,7 @@ class Forwards:
             runtime.buffers.due = torch.is_grad_enabled() and runtime.require_sync
         if self.depth == 0 and graph_task() == -1:
             alone = runtime.lone.running
-            runtime.session_before &= alone
-            runtime.end_read()
+            runtime.session.end_model(alone)
             if not (torch.is_grad_enabled() or alone):
                 runtime.schedule.reshard_unused()
 

@@ -84,7 +84,7 @@ class OnDemand:
             return self._begin(unit, param, func, local_ok, dtypes, edits)
         except BaseException:
             if not self.runtime.forwards.running:
-                self.runtime.end_read()
+                self.runtime.session.end_read()
             raise
 
     def _begin(
@@ -278,7 +278,7 @@ class OnDemand:
             unit.write_back_edits()  # an in-place function may have written to the unsharded parameters
         tensors = tensors_in(result)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            self.runtime.watch_outputs(use, tensors, forward=False)
+            self.runtime.backwards.watch_outputs(use, tensors, forward=False)
             self.runtime.forwards.between(True)
         else:
             self.runtime.forwards.between(False)
