@@ -125,6 +125,17 @@ class SimulatedGroup(dist.ProcessGroup):
         start = _method(self._inner, "all_gather_single", "_allgather_base")
         return self._run("all-gather", lambda: start(output, sent, *_given(opts)), [sent], [output], opts)
 
+    def all_gather_single_coalesced(self, outputs: Any, sent: Any, opts: Any = None) -> Any:
+        one = _method(self._inner, "all_gather_single", "_allgather_base")
+
+        def start() -> Any:
+            works = [one(output, each, *_given(opts)) for output, each in zip(outputs, sent, strict=True)]
+            for work in works[:-1]:
+                work.wait()
+            return works[-1]
+
+        return self._run("coalesced all-gather", start, sent, outputs, opts)
+
     def reduce_scatter_single(self, output: Any, sent: Any, opts: Any = None) -> Any:
         total = torch.Tensor()
 
@@ -162,6 +173,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._inner.barrier()
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def simulated(pace: Pace = "early", seed: int = 0, dropped: Iterable[str] = ()) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_attribute(host_snapshot.SnapshotMemory, "snapshot", written_soon))
         stack.enter_context(_set(streams._kept, ACCELERATOR, own.streams))
-        stack.enter_context(_attribute(collectives, "takes_means", lambda backend: True))
+        stack.enter_context(_attribute(collectives, "like_nccl", lambda backend: True))
         stack.enter_context(_attribute(mesh, "_device_of", lambda *_: ACCELERATOR))
         stack.enter_context(_attribute(pinned, "allocate", page_locked))
         stack.enter_context(_attribute(host_buffers, "allocate", page_locked))

@@ -13,7 +13,7 @@ import torch_shard
 from tests.simulated.modes import ACCELERATOR
 from tests.simulated.scenarios import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
-from tests.support.marks import quick
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 
 STEPS = 3
@@ -61,6 +61,15 @@ class Reusing(nn.Module):
         return self.last(x)
 
 
+class Adapted(Model):
+    """Frozen and trainable parameters in each block, as with LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.requires_grad = "down" in name
+
+
 def train(model, rank, engine=None, accumulate=1):
     """Train with batches that differ between ranks and steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,7 +86,7 @@ def train(model, rank, engine=None, accumulate=1):
 
 
 def difference(make, config, rank, accumulate=1):
-    """Return the largest difference of a parameter from DDP's, after training both."""
+    """Return the largest difference of a parameter from DDP's, after training both, and the number of collectives that gather."""
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
@@ -88,29 +97,41 @@ def difference(make, config, rank, accumulate=1):
             Reused.memory = torch.empty(2, WIDTH)
         engine = torch_shard.shard(model, torch_shard.ShardConfig(**config), mesh=over)
         train(model, rank, engine, accumulate)
+        gathers = engine._runtime.collectives.gather_channel.issued
         found = {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
     Reused.memory = None  # DDP itself would take the memory for the gradients
     train(DistributedDataParallel(plain), rank, accumulate=accumulate)
-    return max((found[name] - p.detach()).abs().max().item() for name, p in plain.named_parameters())
+    return max((found[name] - p.detach()).abs().max().item() for name, p in plain.named_parameters()), gathers
 
 
 @pytest.mark.parametrize("name", quick(CASES, ["fp32"]))
 @ranks(2)
 def test_training_is_like_under_ddp(rank, name):
-    assert difference(Model, CASES[name], rank) <= TOLERANCES.get(name, 1e-6)
+    assert difference(Model, CASES[name], rank)[0] <= TOLERANCES.get(name, 1e-6)
 
 
 @ranks(2)
 def test_accumulated_training_is_like_under_ddp(rank):
-    assert difference(Model, {}, rank, accumulate=3) <= 1e-6
+    assert difference(Model, {}, rank, accumulate=3)[0] <= 1e-6
+
+
+@pytest.mark.parametrize("precision", [None, *exhaustive(BF16)])
+@ranks(2)
+def test_frozen_and_trainable_parameters_of_a_unit_are_gathered_by_one_collective(rank, precision):
+    config = {} if precision is None else {"precision": precision}
+    found, gathers = difference(Adapted, config, rank)
+    assert found <= (1e-6 if precision is None else 2e-3)
+    assert (
+        gathers <= difference(Model, config, rank)[1]
+    )  # backward needs no frozen unit in front of the first trainable one
 
 
 @pytest.mark.exhaustive
 @ranks(4)
 def test_training_of_replicas_is_like_under_ddp(rank):
-    assert difference(Model, {"strategy": "hybrid_shard", "shard_size": 2}, rank) <= 1e-6
+    assert difference(Model, {"strategy": "hybrid_shard", "shard_size": 2}, rank)[0] <= 1e-6
 
 
 @ranks(2)
 def test_a_gradient_whose_memory_is_used_again_is_copied_before(rank):
-    assert difference(Reusing, {}, rank) <= 1e-6
+    assert difference(Reusing, {}, rank)[0] <= 1e-6

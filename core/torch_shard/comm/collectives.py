@@ -20,7 +20,7 @@ from . import process_group_ops
 from .gradient_reduction import Reduction
 from .one_sided.service import Service
 from .small_collectives import ScalarComm
-from .streams import streams_of, takes_means
+from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
 from .work import Channel, OnStream, Pending
 
@@ -133,7 +133,8 @@ class Collectives:
         self.knows_references = (
             self.counts_references and self.device.type == "cpu" and self.backend in ("gloo", "fake")
         )
-        self.averages = takes_means(self.backend)  # the backend can divide a sum by the number of ranks
+        # The backend can divide a sum by the number of ranks, and fill several buffers by one gather.
+        self.averages = self.coalesces = like_nccl(self.backend)
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
         self._broadcasts = self._sends_bytes and 1 < self.size <= _BROADCASTS
@@ -217,6 +218,23 @@ class Collectives:
         """
         assert self.gather_channel is not None
         return self._gather(self.gather_channel, full, sent, what, slots)
+
+    def all_gather_coalesced(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], what: str) -> Pending:
+        """Fill several buffers as :meth:`all_gather` does one, in one launch; for backends that do that (:attr:`coalesces`).
+
+        Collective and asynchronous; call under `gathering()`.
+
+        Args:
+            buffers: each `full` with its `sent`.
+            what: the name of the operation, for error messages.
+        """
+        channel = self.gather_channel
+        assert channel is not None
+        channel.count()
+        self.bytes_sent += sum((self.size - 1) * sent.numel() * sent.element_size() for _, sent in buffers)
+        full, sent = zip(*buffers, strict=True)
+        work = process_group_ops.all_gather_coalesced(channel.group, full, sent, self.gather_stream is not None)
+        return self._track(channel, what, work, self.gather_stream, full)
 
     def secondary_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's secondary shard: the part of a gathered buffer that it keeps between forward and backward."""

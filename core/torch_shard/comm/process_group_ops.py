@@ -17,6 +17,7 @@ same. Complex numbers are sent as pairs of real numbers, because some backends d
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..versions import at_least
 
 __all__ = [
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_single",
     "all_reduce",
     "all_to_all",
@@ -40,6 +42,7 @@ all_gather_single = getattr(dist, "all_gather_single" if _NEW else "all_gather_i
 reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor", None)
 
 _ALL_GATHER = "all_gather_single" if _NEW else "_allgather_base"
+_ALL_GATHER_COALESCED = "all_gather_single_coalesced" if _NEW else "allgather_into_tensor_coalesced"
 _REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "_reduce_scatter_base"
 _ALL_TO_ALL = "all_to_all_single" if _NEW else "alltoall_base"
 
@@ -64,6 +67,14 @@ def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: 
     """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
     options = _options("AllgatherOptions", on_stream=on_stream)
     return getattr(group, _ALL_GATHER)(_real(output), _real(sent), options)
+
+
+def all_gather_coalesced(
+    group: Any, outputs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], on_stream: bool = False
+) -> Any:
+    """Fill each of `outputs` as :func:`all_gather` does, in one launch. Their dtypes may differ."""
+    options = _options("AllgatherOptions", on_stream=on_stream)
+    return getattr(group, _ALL_GATHER_COALESCED)([_real(t) for t in outputs], [_real(t) for t in sent], options)
 
 
 def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:

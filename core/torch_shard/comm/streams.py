@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Streams", "accelerator", "current_streams", "indexed", "orders_streams", "streams_of", "takes_means"]
+__all__ = ["Streams", "accelerator", "current_streams", "indexed", "like_nccl", "orders_streams", "streams_of"]
 
 _NO_CONTEXT = contextlib.nullcontext()
 _WITHOUT = ("cpu", "meta", "mps")  # types of devices without streams of their own; Metal has no collectives either
@@ -30,8 +30,8 @@ def orders_streams(backend: str) -> bool:
     return backend in ("nccl", "xccl", "hccl", "cncl")
 
 
-def takes_means(backend: str) -> bool:
-    """Return True if a backend's reductions can divide by the number of ranks."""
+def like_nccl(backend: str) -> bool:
+    """Return True if a backend's reductions can divide by the number of ranks, and its gathers can fill several buffers."""
     return backend in ("nccl", "xccl")
 
 

@@ -222,8 +222,13 @@ class FlatBuffer:
         return flat.narrow(0, self.collectives.rank * n, n)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
-    def start_gather(self, what: str) -> Pending | QuantizedGather | Crossing | None:
-        """Start to fill the full buffer, which has memory; return None if that is done already. Collective."""
+    def start_gather(
+        self, what: str, batch: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> Pending | QuantizedGather | Crossing | None:
+        """Start to fill the full buffer, which has memory; return None if that is done already. Collective.
+
+        With a `batch`, what a plain gather needs is added there, and the caller starts it: the full buffer and what is sent.
+        """
         self.fresh_version = self.version
         if self.quantizer is not None:
             sent = torch.empty(self.quantizer.nbytes, dtype=torch.uint8, device=self.full.device)
@@ -241,6 +246,9 @@ class FlatBuffer:
         elif self.casts:
             self.own.copy_(self.shard)
         if not self.sharded:
+            return None
+        if batch is not None and self.full.numel():
+            batch.append((self.full, self.payload))
             return None
         return self.collectives.all_gather(self.full, self.payload, what, self.slots)
 

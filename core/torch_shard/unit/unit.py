@@ -244,6 +244,8 @@ class Unit:
                 f"rank {c.world_rank}: unit {self.name!r} is gathered during the capture of a CUDA graph, which would read freed "
                 "memory when replayed; capture the plain model, or leave CUDA graphs out."
             )
+        # Frozen and trainable parameters, as with LoRA, are in flat buffers of their own, which one collective fills.
+        batch: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if c.coalesces and len(self.flats) > 1 else None
         with outside_inference(), self._gathering():
             for flat in self.flats:
                 if not flat.gathers:
@@ -254,11 +256,15 @@ class Unit:
                 # because an edited unit is resharded first.
                 if storage.nbytes() != flat.nbytes:
                     storage.resize_(flat.nbytes)
-                secondary = from_secondary and flat.sharded
-                gather = flat.gather_secondary if secondary else flat.start_gather
-                pending = gather(self.gather_text)
+                pending: Pending | QuantizedGather | Crossing | None
+                if from_secondary and flat.sharded:
+                    pending = flat.gather_secondary(self.gather_text)
+                else:
+                    pending = flat.start_gather(self.gather_text, batch)
                 if pending is not None:
                     self.pending.append(pending)
+            if batch:
+                self.pending.append(c.all_gather_coalesced(batch, self.gather_text))
         # The gathers of all flat buffers are on one stream, where the last event is behind them all.
         self._filled = self.pending[-1].event if self.pending else self._streams.record()
         self.state = State.GATHERING
