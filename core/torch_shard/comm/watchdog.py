@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..log import ANY_RANK, logger
 from .store_messages import Messages, longest_pause
-from .work import FIRST_TICK, LEAVES, SLOW, TICK, Pending, caller_line, default_store, ends_within
+from .work import FIRST_STEP, FIRST_TICK, LEAVES, SLOW, TICK, Pending, caller_line, default_store, ends_within
 
 if TYPE_CHECKING:
     from .traffic_statistics import StreamWaits
@@ -49,6 +49,7 @@ class Watchdog:
             'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on all '
             "ranks; put a torch.distributed.barrier() behind what one rank writes."
         )
+        self._settled = timeout  # what `timeout` is once the first step has ended
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + self.size / 1000
         self._posts: Messages | None = None  # what each rank waits in
@@ -59,6 +60,14 @@ class Watchdog:
         """Add and return a channel of the engine."""
         self.channels[channel.name] = channel
         return channel
+
+    def begin_first_step(self) -> None:
+        """Raise the timeout to at least :data:`FIRST_STEP` seconds, until a step has ended. Not collective."""
+        self.timeout = max(self._settled, FIRST_STEP)
+
+    def end_step(self) -> None:
+        """Note that the optimizer has stepped. Not collective."""
+        self.timeout = self._settled
 
     @contextlib.contextmanager
     def timeout_at_least(self, seconds: float) -> Iterator[None]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 FIRST_TICK = 1.0
 # Seconds after which a rank whose timeout is longer logs what it waits in.
 SLOW = 30.0
+# Seconds at least that a rank waits for others until its first step on a device has ended. Kernels are compiled and libraries
+# are loaded until then, by each rank in its own time.
+FIRST_STEP = 300.0
 # Seconds at most for which the rank that may serve the store stays at an error, so that all ranks can read what it says.
 LEAVES = 5.0
 POLL = 0.0002  # seconds between two queries of an NCCL collective

@@ -237,6 +237,7 @@ class Backwards:
             runtime.reductions.flush()
             if runtime.in_backward is not None:
                 runtime.in_backward.end()
+                runtime.collectives.watchdog.end_step()
                 runtime.versions.note_change()
                 schedule.values_changed()
         else:
