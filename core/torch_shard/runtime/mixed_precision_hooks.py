@@ -39,7 +39,8 @@ def moved(value: Any, device: torch.device) -> Any:
 
     def to_device(tensor: torch.Tensor) -> torch.Tensor:
         plain = not isinstance(tensor, ShardTensor) and tensor.device.type == "cpu"
-        return tensor.to(device, non_blocking=True) if plain else tensor
+        # Without `non_blocking`: the program may write to page-locked memory of its own as soon as the forward returns.
+        return tensor.to(device) if plain else tensor
 
     return map_tensors(value, to_device)
 
