@@ -196,9 +196,7 @@ EDITS = [
 ]  # fmt: skip
 
 
-QUICK = [
-    edit_all, edit_slices, edit_state, edit_counters, change_options, edit_unseen, accumulate, read_gradients, read_parameters,
-]  # fmt: skip
+QUICK = [edit_all, edit_slices, edit_counters, edit_unseen, accumulate]
 
 
 @pytest.mark.parametrize("edit", quick(EDITS, QUICK))

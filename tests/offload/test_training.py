@@ -15,7 +15,7 @@ from tests.support.ranks import ranks
 from torch_shard.offload import Offload
 
 
-@pytest.mark.parametrize("offload", quick(OFFLOADS, ["cpu", "disk"]))
+@pytest.mark.parametrize("offload", quick(OFFLOADS, ["disk"]))
 @one_at_a_time(optimizer=["AdamW", "SGD", "NAdam"], accumulate=[4, 1], clip=[0.5, None], precision=[None, HALF])
 @ranks(2, exhaustive=(1, 3))
 def test_it_trains_as_without(rank, tmp_path, offload, optimizer, accumulate, clip, precision):

@@ -36,6 +36,7 @@ def test_each_letter_is_given_where_it_is_due(tmp_path):
     assert "\n| right | P | P |\n| wrong: one rank's loss counts twice | **W** | **W** |\n" in printed
 
 
+@pytest.mark.exhaustive
 def test_its_own_cases_tell_engines_apart(tmp_path):
     _, found = compare(tmp_path, "--only", "^(a_method|replaced_layer)$", "--engines", "ddp,ours", expected=0)
     assert {name: [v["letter"] for v in verdicts.values()] for name, verdicts in found.items()} == {

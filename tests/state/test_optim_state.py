@@ -156,7 +156,7 @@ def test_numbers_follow_the_order_of_what_an_optimizer_is_made_from(rank, world_
 
 
 @ranks(2)
-@pytest.mark.parametrize("convert", ["shard_full_optim_state_dict", "scatter_full_optim_state_dict"])
+@pytest.mark.parametrize("convert", ["shard_full_optim_state_dict", *exhaustive("scatter_full_optim_state_dict")])
 def test_full_state_is_loaded_without_the_optimizer_by_what_it_is_made_from(convert, rank, world_size):
     pair = trained("AdamW", rank, world_size)
     groups = [{"params": list(g["params"])} for g in pair.optimizer.param_groups]

@@ -13,6 +13,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "schedule": ("runtime/unshard_schedule.py", "runtime/gather_order.py"),
     "runtime": (
         "runtime/runtime.py",
+        "runtime/session.py",
+        "runtime/backwards.py",
         "runtime/forward_hooks.py",
         "runtime/backward_inputs.py",
         "runtime/on_demand.py",
