@@ -45,11 +45,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 DEEP, SHALLOW = 8, 4
 WIDTH, TIME, BATCH = 64, 16, 2
 BF16 = torch.bfloat16
+FROZEN = "bf16, matrices frozen"
 # By name: the dtype of computation and of the reduction; None for fp32.
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "fp32": (None, None),
     "bf16, summed in fp32": (BF16, torch.float32),
     "bf16": (BF16, BF16),
+    FROZEN: (BF16, BF16),
 }
 ENGINES = {"fsdp2": "FSDP2", "ours": "torch_shard"}
 
@@ -63,13 +65,16 @@ _HOST_WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
 class Stack(nn.Module):
     """Transformer blocks between two linear layers."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, frozen: bool) -> None:
+        """Make the blocks; with `frozen` their matrices aren't trained, as with LoRA, but all else is."""
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(blocks)
         )
+        for param in self.blocks.parameters():
+            param.requires_grad = not frozen or param.dim() == 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -211,9 +216,10 @@ def _complete_cpu_streams() -> None:
 def count(engine: str, precision: str, blocks: int) -> dict[str, Any]:
     """Return what a steady step of an engine gives to do; for "plain", of the model itself."""
     compute, summed = PRECISIONS[precision]
+    frozen = precision == FROZEN
     torch.manual_seed(0)
     if engine != "ours":
-        model = Stack(blocks)
+        model = Stack(blocks, frozen)
         if engine == "plain":
             model = model.to(compute or torch.float32)
             return _steps(model, None, torch.device("cpu"), compute, None)
@@ -225,7 +231,8 @@ def count(engine: str, precision: str, blocks: int) -> dict[str, Any]:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
-        clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        clip = functools.partial(nn.utils.clip_grad_norm_, trained, 1.0)
         return _steps(model, clip, torch.device("cpu"), None, None)
     import torch_shard
     from tests.simulated.modes import ACCELERATOR
@@ -234,7 +241,7 @@ def count(engine: str, precision: str, blocks: int) -> dict[str, Any]:
     over = group()
     with simulated("early") as world:
         with ACCELERATOR:
-            model = Stack(blocks)
+            model = Stack(blocks, frozen)
         chosen = None if compute is None else torch_shard.Precision(compute, summed)
         sharded = torch_shard.shard(model, precision=chosen, mesh=over)
         found = _steps(model, functools.partial(sharded.clip_grad_norm_, 1.0), ACCELERATOR, None, world.streams)
@@ -247,7 +254,8 @@ def _steps(
     model: nn.Module, clip: Callable[[], Any] | None, device: torch.device, dtype: torch.dtype | None, simulated: Any
 ) -> dict[str, Any]:
     """Train until steps repeat; return the tally of the next one, forward and backward apart from clipping and the step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=True)
     x = torch.randn(BATCH, TIME, WIDTH, device=device)
     x = x if dtype is None else x.to(dtype)
     found: dict[str, Any] = {}

@@ -219,20 +219,15 @@ class Collectives:
         assert self.gather_channel is not None
         return self._gather(self.gather_channel, full, sent, what, slots)
 
-    def all_gather_coalesced(self, buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], what: str) -> Pending:
+    def all_gather_coalesced(self, full: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], what: str) -> Pending:
         """Fill several buffers as :meth:`all_gather` does one, in one launch; for backends that do that (:attr:`coalesces`).
 
         Collective and asynchronous; call under `gathering()`.
-
-        Args:
-            buffers: each `full` with its `sent`.
-            what: the name of the operation, for error messages.
         """
         channel = self.gather_channel
         assert channel is not None
         channel.count()
-        self.bytes_sent += sum((self.size - 1) * sent.numel() * sent.element_size() for _, sent in buffers)
-        full, sent = zip(*buffers, strict=True)
+        self.bytes_sent += sum((self.size - 1) * shard.numel() * shard.element_size() for shard in sent)
         work = process_group_ops.all_gather_coalesced(channel.group, full, sent, self.gather_stream is not None)
         return self._track(channel, what, work, self.gather_stream, full)
 

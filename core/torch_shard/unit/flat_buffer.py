@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,6 +38,14 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of 
 
 # References that C++ holds to a tensor, autograd's included; undocumented (torch 2.13).
 _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+
+
+class PlainGather(NamedTuple):
+    """A gather of one flat buffer that is yet to start."""
+
+    full: torch.Tensor
+    sent: torch.Tensor
+    stored: torch.Tensor | None  # the shard that has to be cast into `sent` before
 
 
 class FlatBuffer:
@@ -223,11 +231,11 @@ class FlatBuffer:
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
     def start_gather(
-        self, what: str, batch: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self, what: str, batch: list[PlainGather] | None = None
     ) -> Pending | QuantizedGather | Crossing | None:
         """Start to fill the full buffer, which has memory; return None if that is done already. Collective.
 
-        With a `batch`, what a plain gather needs is added there, and the caller starts it: the full buffer and what is sent.
+        With a `batch`, a plain gather is added there, and the caller starts it.
         """
         self.fresh_version = self.version
         if self.quantizer is not None:
@@ -243,12 +251,12 @@ class FlatBuffer:
             crossing = self.host.copy_to(self.own)
             if not self.sharded:
                 return crossing
-        elif self.casts:
+        elif self.casts and (batch is None or not self.sharded):
             self.own.copy_(self.shard)
         if not self.sharded:
             return None
         if batch is not None and self.full.numel():
-            batch.append((self.full, self.payload))
+            batch.append(PlainGather(self.full, self.payload, self.shard if self.casts and self.host is None else None))
             return None
         return self.collectives.all_gather(self.full, self.payload, what, self.slots)
 

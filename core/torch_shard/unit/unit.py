@@ -45,7 +45,7 @@ from ..offload.host_shard import Crossing
 from ..shard_tensor.tensor import ShardTensor
 from ..utils.autograd_private import saved_tensors_hooks
 from ..utils.pytree import may_hold_tensors, tensors_in
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, PlainGather
 from .module_params import adopt
 from .phases import PHASES
 from .places import Places
@@ -245,7 +245,7 @@ class Unit:
                 "memory when replayed; capture the plain model, or leave CUDA graphs out."
             )
         # Frozen and trainable parameters, as with LoRA, are in flat buffers of their own, which one collective fills.
-        batch: list[tuple[torch.Tensor, torch.Tensor]] | None = [] if c.coalesces and len(self.flats) > 1 else None
+        batch: list[PlainGather] | None = [] if c.coalesces and len(self.flats) > 1 else None
         with outside_inference(), self._gathering():
             for flat in self.flats:
                 if not flat.gathers:
@@ -264,7 +264,11 @@ class Unit:
                 if pending is not None:
                     self.pending.append(pending)
             if batch:
-                self.pending.append(c.all_gather_coalesced(batch, self.gather_text))
+                casts = [(each.sent, each.stored) for each in batch if each.stored is not None]
+                if casts:
+                    torch._foreach_copy_([sent for sent, _ in casts], [stored for _, stored in casts])
+                together = [each.full for each in batch], [each.sent for each in batch]
+                self.pending.append(c.all_gather_coalesced(*together, self.gather_text))
         # The gathers of all flat buffers are on one stream, where the last event is behind them all.
         self._filled = self.pending[-1].event if self.pending else self._streams.record()
         self.state = State.GATHERING
