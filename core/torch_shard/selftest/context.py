@@ -12,7 +12,7 @@ from .results import Result
 __all__ = ["EXIT", "JOB", "NOTES", "Case", "Context", "Setting"]
 
 # Files in the folder that a launch has of its own: what is to be done, each rank's notes, and how the ranks have ended.
-JOB, NOTES, EXIT = "job.json", "notes", "exit.json"
+JOB, NOTES, EXIT = "job.json", "notes", "exit.txt"
 
 
 @dataclass(frozen=True)

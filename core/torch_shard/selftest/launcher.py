@@ -6,7 +6,6 @@ prints.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def main(folder: Path, ranks: int) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         by = f"ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
-        (folder / EXIT).write_text(json.dumps({"rank": rank, "text": f"rank {rank} {by}"}))
+        (folder / EXIT).write_text(f"rank {rank} {by}")
         return 1
     return 0
 

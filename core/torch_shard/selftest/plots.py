@@ -80,5 +80,5 @@ def _svg(draw: Callable[[Any, list[Result]], None], results: list[Result]) -> st
     text = out.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     # Several plots are in one page, in which names of groups would be there twice. Nothing refers to them.
-    text = re.sub(r' id="[A-Za-z]+[\d_]*_\d+"', "", text)
+    text = re.sub(r' id="[\w.]*_\d+"', "", text)
     return text.replace(_TEXT, "currentColor")

@@ -114,7 +114,8 @@ class Report:
             if own:
                 plot = "" if plots is None else plots.get(part, "")
                 sections.append(f"<h2>{part}</h2>\n{plot}{_table(own)}")
-        environment = "".join(_row("td", pair) for pair in self.environment.items() if pair[1] is not None)
+        devices = {"devices": ", ".join(self.environment.get("devices", []))}
+        environment = "".join(_row("td", pair) for pair in (self.environment | devices).items() if pair[1] is not None)
         return _PAGE.format(
             state={0: "passed", 1: "failed", 2: "skipped"}[self.exit_code],
             verdict=html.escape("\n".join(self.verdict)),

@@ -159,18 +159,22 @@ class Session:
             if failed is not None:
                 reason = self._why(folder, failed, notes, timed_out)
                 found[failed.name] = [Result(failed.part, failed.name, "failed", reason=reason)]
-                lines = (folder / "output.txt").read_text(errors="replace").splitlines()
-                self.output = "\n".join(lines[-30:])
                 self.advance(failed)
-            return found, failed is None
+            elif (folder / EXIT).exists():  # a rank that can't leave the process group, say
+                name, reason = f"{cases[-1].name}: the end of its ranks", _exit_of(folder)
+                found[cases[-1].name].append(Result(cases[-1].part, name, "failed", reason=reason))
+            else:
+                return found, True
+            self.output = "\n".join((folder / "output.txt").read_text(errors="replace").splitlines()[-30:])
+            return found, False
 
     def _why(self, folder: Path, case: Case, notes: list[dict[str, Any]], timed_out: bool) -> str:
-        errors = sorted((n for n in notes if n.get("case") == case.name), key=lambda n: n["at"])
+        errors = sorted((n for n in notes if "error" in n and n["case"] in (case.name, None)), key=lambda n: n["at"])
         # What a rank raised because another one did not come explains less than what that one raised.
         errors.sort(key=lambda n: n["error"].startswith("MissingRankError"))
         texts = [f"rank {n['rank']}: {n['error']}" for n in errors[:1]]
         if (folder / EXIT).exists():
-            texts.append(json.loads((folder / EXIT).read_text())["text"])
+            texts.append(_exit_of(folder))
         elif timed_out:
             texts.append(f"the ranks had not ended it when the {self.seconds:g} s of this part were over")
         if not any(n.get("begun") == case.name for n in notes):
@@ -220,6 +224,11 @@ def started(command: list[str], variables: dict[str, str], output: Any) -> Itera
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _exit_of(folder: Path) -> str:
+    """Return which rank failed first, and how."""
+    return (folder / EXIT).read_text()
 
 
 def read_notes(file: Path) -> list[dict[str, Any]]:

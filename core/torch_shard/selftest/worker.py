@@ -58,4 +58,9 @@ def note(folder: Path, rank: int, **what: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    try:
+        main(Path(sys.argv[1]))
+    except Exception as error:  # outside of all cases
+        rank = int(os.environ["RANK"])
+        note(Path(sys.argv[1]), rank, case=None, rank=rank, error=error_text(error), at=time.time())
+        raise
