@@ -20,6 +20,7 @@ from .context import Case, Context, Setting
 from .devices import has_bf16, stall
 from .model import SMALL, Block, batch, make, mean_loss
 from .plain import Recipe, Trained, distance, optimizer_of, train_plainly
+from .ranks import PATIENCE
 from .results import NO_BF16, Result, skipped, within
 
 __all__ = ["correctness_cases", "stream_cases"]
@@ -166,7 +167,7 @@ def _prepare(sharded: Sharded, recipe: Recipe, model: nn.Module, world: int) -> 
         settings["shard_size"] = world // 2
     layers = checkpointed_layers(model, [Block], None) if sharded.recomputes else contextlib.nullcontext(0)
     with layers:
-        engine = shard(model, units=[Block], timeout=60.0, **settings)
+        engine = shard(model, units=[Block], timeout=PATIENCE, **settings)
     return engine, optimizer_of(recipe, model)
 
 

@@ -12,6 +12,7 @@ from ..engine import Engine, shard
 from .context import Case, Context, Setting
 from .devices import has_bf16, peak_memory, reset_peak_memory
 from .model import Block, Size, batch, make, mean_loss
+from .ranks import PATIENCE
 from .results import NO_BF16, Result, at_most, skipped, within
 
 __all__ = ["memory_cases"]
@@ -46,7 +47,7 @@ def _compare(strategy: Any, precision: Precision | None, context: Context, case:
     on_gpu = ranks.device.type == "cuda"
     activations = _activations(size, data, precision) if on_gpu else 0
     model = make(size, ranks.device)
-    engine = shard(model, strategy=strategy, precision=precision, units=[Block], timeout=60.0)
+    engine = shard(model, strategy=strategy, precision=precision, units=[Block], timeout=PATIENCE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = engine.plan.predicted
     peak = before = 0

@@ -14,9 +14,10 @@ from torch.distributed.rendezvous import rendezvous
 from ..comm.streams import streams_of
 from .devices import make_current
 
-__all__ = ["Ranks"]
+__all__ = ["PATIENCE", "Ranks"]
 
-_SECONDS = 60.0  # for the self-test's own messages; a rank that raised tells the others through the store instead
+PATIENCE = 120.0
+"""The seconds that a rank waits for another one, in the engine and in the self-test's own messages."""
 
 
 class Ranks:
@@ -42,7 +43,7 @@ class Ranks:
             store=PrefixStore("selftest", self._store),
             rank=self.rank,
             world_size=self.world,
-            timeout=datetime.timedelta(seconds=_SECONDS),
+            timeout=datetime.timedelta(seconds=PATIENCE),
         )
 
     def gather(self, value: Any) -> list[Any]:

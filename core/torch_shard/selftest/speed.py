@@ -25,7 +25,7 @@ from ..engine import Engine, shard
 from .context import Case, Context, Setting
 from .devices import has_bf16, peak_flops, total_memory
 from .model import Decoder, Size, batch, make, mean_loss
-from .ranks import Ranks
+from .ranks import PATIENCE, Ranks
 from .results import Result, within
 
 __all__ = ["offload_cases", "speed_cases"]
@@ -179,7 +179,7 @@ def build(
             fully_shard(model, mesh=mesh, mp_policy=policy)
         case _:
             precision = None if low is None else Precision(low, torch.float32)
-            engine, fused = shard(model, precision=precision, offload=offload, timeout=60.0), False
+            engine, fused = shard(model, precision=precision, offload=offload, timeout=PATIENCE), False
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused or None)
     return Runner(name, model, optimizer, autocast, engine)
 
