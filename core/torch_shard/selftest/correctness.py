@@ -129,7 +129,7 @@ def _compare(sharded: Sharded, recipe: Recipe, context: Context, case: Case) -> 
     if doubled < 2 * tolerance:
         reason = f"the comparison can't tell: gradients of twice their size would be measured as {doubled:.3g}"
         return [Result(case.part, case.name, "failed", worst, 0.0, tolerance, reason=reason)]
-    return [within(case.part, case.name, worst, 0.0, tolerance, **errors, doubled=doubled)]
+    return [within(case.part, case.name, worst, 0.0, tolerance, "", **errors, doubled=doubled)]
 
 
 def train_sharded(sharded: Sharded, recipe: Recipe, context: Context) -> Trained:

@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     ranks.leave()
 
 
-def note(folder: Path, rank: int, **what: Any) -> None:
+def note(folder: Path, rank: int, /, **what: Any) -> None:
     """Add a line to a rank's notes."""
     with open(folder / f"{NOTES}-{rank}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(what) + "\n")
