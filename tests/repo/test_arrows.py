@@ -18,7 +18,7 @@ CORE = ROOT / "core" / "torch_shard"
 # Each room of core/torch_shard may import those before it. "ground" and "engine" are files that lie flat.
 ORDER = (
     "ground", "utils", "layout", "numerics", "config", "comm", "plan", "offload", "shard_tensor", "unit", "runtime",
-    "unshard", "setup", "grad_clip", "optim", "state", "checkpoint", "engine", "frontend", "fsdp", "launch", "cli",
+    "unshard", "setup", "grad_clip", "optim", "state", "checkpoint", "engine", "frontend", "fsdp", "launch", "selftest", "cli",
 )  # fmt: skip
 GROUND = {"errors", "log", "versions"}
 ENGINE = {
@@ -62,9 +62,17 @@ ASK_DEVICES = {
     "config/precision.py",  # which dtypes they have
     "config/quantization.py",
     "offload/pinned.py",  # page-locks memory through CUDA's own functions
+    "selftest/devices.py",  # their names, and what their allocator says
 }
-# Maps the user's own calls of torch.distributed to what they mean for a sharded tensor; calls none itself.
-EXCEPTIONS = {"shard_tensor/c10d_functions.py"}
+EXCEPTIONS = {
+    # Maps the user's own calls of torch.distributed to what they mean for a sharded tensor; calls none itself.
+    "shard_tensor/c10d_functions.py",
+    # Stands where a user's program stands: makes the default process group, which DDP and FSDP2 need beside the engine, and tells
+    # other ranks what it has found without the code that it checks.
+    "selftest/ranks.py",
+    # Is torchrun, which starts such a program.
+    "selftest/launcher.py",
+}
 
 
 class Import(NamedTuple):

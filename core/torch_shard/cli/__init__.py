@@ -1,4 +1,7 @@
-"""The command line: ``torch-shard inspect | verify | consolidate | convert | diff``. Each command is one process."""
+"""The command line: ``torch-shard inspect | verify | consolidate | convert | diff | selftest``.
+
+Each command is one process, except for the self-test, which starts ranks.
+"""
 
 from __future__ import annotations
 

@@ -13,16 +13,17 @@ import torch
 from ..checkpoint.safe_globals import classes_of_data
 from ..errors import ShardError
 from ..versions import __version__
-from . import convert, diff, inspect, verify
+from . import convert, diff, inspect, selftest, verify
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("inspect", "verify", "consolidate", "convert", "diff")
+COMMANDS = ("inspect", "verify", "consolidate", "convert", "diff", "selftest")
 
 _EXIT = """exit codes:
   inspect, consolidate, convert   0 done, 2 error
   verify                          0 good, 1 damaged, 2 error: no checkpoint there, or it can't be read
   diff                            0 equal, 1 different, 2 error
+  selftest                        0 good, 1 something failed, 2 error, or nothing could be checked here
   130 where it was interrupted (Ctrl-C)
 
 formats:
@@ -72,8 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # exit code 1 would mean that a checkpoint is damaged or different
         given = vars(arguments) if arguments is not None else {}
         paths = " and ".join(given[key] for key in ("checkpoint", "a", "b") if key in given)
-        text = f"{paths} can't be read or written here ({type(error).__name__}: {_one_line(error)}). Save it as plain tensors"
-        print(f"torch-shard: {text}, or report this as an error of torch-shard.", file=sys.stderr)
+        text = f"{type(error).__name__}: {_one_line(error)}"
+        text = (
+            f"{paths} can't be read or written here ({text}). Save it as plain tensors, or r" if paths else f"{text}. R"
+        )
+        print(f"torch-shard: {text}eport this as an error of torch-shard.", file=sys.stderr)
         return 2
 
 
@@ -84,14 +88,14 @@ def _one_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torch-shard",
-        description="Look at checkpoints, check, convert and compare them.",
+        description="Look at checkpoints, check, convert and compare them; check the engine on this machine.",
         epilog=_EXIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"torch-shard-engine {__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, verify, convert, diff):
+    for module in (inspect, verify, convert, diff, selftest):
         module.add_to(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")
