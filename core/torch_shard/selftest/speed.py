@@ -22,6 +22,7 @@ from ..comm.streams import streams_of
 from ..config.offload import Offload
 from ..config.precision import Precision
 from ..engine import Engine, shard
+from ..shard_tensor.tensor import ShardTensor
 from .context import Case, Context, Setting
 from .devices import has_bf16, peak_flops, total_memory
 from .model import Decoder, Size, batch, make, mean_loss
@@ -87,11 +88,9 @@ class Runner:
 
     def settle(self) -> None:
         """Wait for what a step has left to run in the background: offload's update of parameters."""
-        if self.engine is not None:
-            for p in self.model.parameters():
-                getattr(
-                    p, "_local", None
-                )  # whoever asks for a shard waits for it; to_local() would count as a write, too
+        for param in self.model.parameters() if self.engine is not None else ():
+            if isinstance(param, ShardTensor):
+                _ = param._local  # whoever asks for a shard waits for it; to_local() would count as a write, too
 
 
 def _beside_peers(context: Context, case: Case) -> list[Result]:
