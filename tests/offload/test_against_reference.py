@@ -62,7 +62,7 @@ def hold_step(ranks: int, offload: Offload, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@quick(6)
+@quick(4)
 @given(st.data())
 def test_shards_are_copied_to_the_device_in_the_order_of_the_references_gathers(
     ranks: int, data: st.DataObject
@@ -71,7 +71,7 @@ def test_shards_are_copied_to_the_device_in_the_order_of_the_references_gathers(
 
 
 @pytest.mark.parametrize("offload", OFFLOADS, ids=["all", "shards kept"])
-@quick(6)
+@quick(4)
 @given(st.data())
 def test_a_random_training_with_offload_is_that_of_the_reference(offload: Offload, data: st.DataObject) -> None:
     hold_step(2, offload, data)

@@ -22,7 +22,7 @@ TWICE = Pass((0, 1, 0, 2), (EVERYWHERE,) * 4)
 STRAIGHT, WITHOUT = Pass((0, 1, 2), (EVERYWHERE,) * 3), Pass((0, 1, 2), (EVERYWHERE, NOWHERE, EVERYWHERE))
 
 
-@quick(25)
+@quick(15)
 @example(Case(("trainable",) * 3, (TWICE,) * 3))  # what is gathered ahead is kept
 @example(
     Case(("trainable",) * 3, (STRAIGHT, STRAIGHT, WITHOUT, WITHOUT))

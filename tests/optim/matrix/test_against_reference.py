@@ -161,7 +161,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@quick(10)
+@quick(6)
 @given(cases())
 def test_steps_on_matrices_are_those_of_the_reference(ranks: int, case: Case) -> None:
     hold(case, ranks)
