@@ -66,7 +66,7 @@ class Stack(nn.Module):
     """Transformer blocks between two linear layers."""
 
     def __init__(self, blocks: int, frozen: bool) -> None:
-        """Make the blocks; with `frozen` their matrices aren't trained, as with LoRA, but all else is."""
+        """Make the blocks; with `frozen` their matrices aren't trained, as with LoRA; everything else is."""
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.blocks = nn.ModuleList(

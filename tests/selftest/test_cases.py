@@ -104,3 +104,10 @@ def test_names_of_cases_are_unique_and_only_what_can_not_run_is_skipped(setting)
         assert len({case.name for case in cases}) == len(cases)
         if setting.kind == "cuda":
             assert not any(case.skip for case in cases)
+
+
+@pytest.mark.parametrize("what", ["losses", "norms"])
+def test_a_nan_in_a_later_step_is_no_small_error(what):
+    plain = train_plainly(Recipe(), torch.device("cpu"), 1)
+    found = dataclasses.replace(plain, **{what: [*getattr(plain, what)[:-1], float("nan")]})
+    assert max(distance(found, plain).values()) == float("inf")

@@ -106,6 +106,19 @@ def test_an_error_is_its_class_its_message_and_module_and_line():
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see file:///home/bob/x.py", "see file:/<path>"),
+        ("g++ -I/home/bob/include x", "g++ -I<path> x"),
+        ("no route to fe80:0:0:1::7", "no route to <address>"),
+        ("12:30:15 tokens/s, a / b", "12:30:15 tokens/s, a / b"),
+    ],
+)
+def test_paths_and_addresses_are_left_out_of_texts(text, shown):
+    assert scrubbed(text) == shown
+
+
 def test_a_result_that_is_no_number_has_not_passed():
     assert within("memory", "x", math.inf, math.inf, 1.0).status == "failed"
     assert at_most("memory", "x", math.nan, 1.0).status == "failed"

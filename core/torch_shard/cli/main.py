@@ -74,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = vars(arguments) if arguments is not None else {}
         paths = " and ".join(given[key] for key in ("checkpoint", "a", "b") if key in given)
         text = f"{type(error).__name__}: {_one_line(error)}"
-        text = (
-            f"{paths} can't be read or written here ({text}). Save it as plain tensors, or r" if paths else f"{text}. R"
-        )
-        print(f"torch-shard: {text}eport this as an error of torch-shard.", file=sys.stderr)
+        if paths:
+            text = f"{paths} can't be read or written here ({text}). Save it as plain tensors, or report this as an error of"
+        else:
+            text = f"{text}. Report this as an error of"
+        print(f"torch-shard: {text} torch-shard.", file=sys.stderr)
         return 2
 
 

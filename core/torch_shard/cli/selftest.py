@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +32,9 @@ def add_to(commands: Any) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: GPUs if there are any"
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="default: one for each GPU, or two on the CPU")
-    parser.add_argument("--quick", action="store_true", help="small models and few rounds, for less than three minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="small models and few rounds: about two minutes on two CPU cores"
+    )
     parser.add_argument("--only", metavar="PARTS", help="some of: correctness,streams,memory,speed,offload")
     parser.add_argument("--case", default="*", metavar="GLOB", help="run the cases whose names match")
     parser.add_argument("--report", metavar="FILE.html", help="write this file, and FILE.json beside it")
@@ -43,6 +48,18 @@ def add_to(commands: Any) -> None:
         "--tests", action="store_true", help="run tests/gpu of the checkout in the current folder instead"
     )
     parser.set_defaults(run=run)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Return a context in which a signal that ends this program ends its ranks, too, as Ctrl-C does."""
+    signals = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     session = Session(setting, checked_parts(arguments.only), arguments.case, seconds)
     began = time.monotonic()
     # With disable=None it shows on a terminal only.
-    with tqdm(total=len(session.cases()), desc="selftest", unit="case", leave=False, disable=None) as bar:
+    bar = tqdm(total=len(session.cases()), desc="selftest", unit="case", leave=False, disable=None)
+    with _ended_by_signals(), bar:
 
         def advance(case: Any) -> None:
             bar.set_postfix_str(f"{case.part}: {case.name}", refresh=False)
@@ -73,12 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
         session.advance = advance
         results = session.run()
     report = Report(setting, session.environment, results, time.monotonic() - began)
-    if path is not None:
-        report.write(path)
     if session.output:
         print(f"torch-shard: the ranks' last lines in the launch that failed:\n{session.output}\n", file=sys.stderr)
     if arguments.json:
         print_json(report.plain())
     else:
-        print("\n".join([*report.verdict, *([f"report: {path}"] if path is not None else [])]))
+        print("\n".join(report.verdict), flush=True)
+    if path is not None:  # last: a full disk should not cost the verdict
+        report.write(path)
+        if not arguments.json:
+            print(f"report: {path}")
     return report.exit_code

@@ -99,6 +99,7 @@ class ProcessGroups:
         released: see :class:`.collectives.Collectives`.
         engine_order: the engines over these groups, with the backwards that are running in them.
         comparisons: where the ranks compare their operations, or leave each other to read alone.
+        has_stepped: an optimizer of one of the engines has stepped.
     """
 
     ranks: list[int]
@@ -118,6 +119,7 @@ class ProcessGroups:
     released: set[Any] = field(default_factory=set)
     engine_order: EngineOrder = field(default_factory=EngineOrder)
     comparisons: Comparisons = field(default_factory=Comparisons)
+    has_stepped: bool = False
 
     def __post_init__(self) -> None:
         # The finalizer runs when this object is deleted, or at exit.

@@ -43,13 +43,12 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, ranks: list[int], timeout: float, key: str) -> None:
-        self.rank, self.size, self.ranks, self.timeout, self.key = rank, len(ranks), ranks, timeout, key
+        self.rank, self.size, self.ranks, self._timeout, self.key = rank, len(ranks), ranks, timeout, key
         self.channels: dict[str, Channel] = {}  # by name
         self.saving_advice = (
             'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on all '
             "ranks; put a torch.distributed.barrier() behind what one rank writes."
         )
-        self._settled = timeout  # what `timeout` is once the first step has ended
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + self.size / 1000
         self._posts: Messages | None = None  # what each rank waits in
@@ -61,23 +60,26 @@ class Watchdog:
         self.channels[channel.name] = channel
         return channel
 
-    def begin_first_step(self) -> None:
-        """Raise the timeout to at least :data:`FIRST_STEP` seconds, until a step has ended. Not collective."""
-        self.timeout = max(self._settled, FIRST_STEP)
+    @property
+    def timeout(self) -> float:
+        """The seconds that this rank waits; on a device at least :data:`FIRST_STEP` until the first step has ended."""
+        early = self.on_streams and "control" in self.channels and not self.channels["control"].groups.has_stepped
+        return max(self._timeout, FIRST_STEP) if early else self._timeout
 
-    def end_step(self) -> None:
-        """Note that the optimizer has stepped. Not collective."""
-        self.timeout = self._settled
+    def note_step(self) -> None:
+        """Note that an optimizer has stepped. Not collective."""
+        if "control" in self.channels:
+            self.channels["control"].groups.has_stepped = True
 
     @contextlib.contextmanager
     def timeout_at_least(self, seconds: float) -> Iterator[None]:
         """Raise the timeout to at least `seconds` inside this context, for calls by which the user waits. Not collective."""
-        before = self.timeout
-        self.timeout = max(before, seconds)
+        before = self._timeout
+        self._timeout = max(before, seconds)
         try:
             yield
         finally:
-            self.timeout = before
+            self._timeout = before
 
     def _post(self, channel: Channel, number: int, what: str) -> None:
         post = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])

@@ -76,7 +76,7 @@ class ShardConfig:
             ``reset_parameters()``.
         timeout: the seconds that a rank waits for a missing partner before it raises
             :class:`~torch_shard.errors.MissingRankError`. On accelerators it is at least 300 until the first step has ended,
-            because the ranks compile kernels in it.
+            because the ranks compile kernels during it.
         alone: ``"read"`` lets one rank read the model while the others do something else: a forward without gradients, a state
             dict, one value under ``if rank == 0:``. ``"error"`` makes it a :class:`~torch_shard.errors.DivergenceError`.
         alone_after: the seconds that a rank which reads gives another one that computes to come and read, too. It does not wait

@@ -107,9 +107,8 @@ class DistributedDataParallel(_TorchDDP):
         return self.module(*inputs, **kwargs)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(
-            self.device
-        )  # waits, as DistributedDataParallel does: the program may write to its own memory next
+        # This waits, as DistributedDataParallel does: the program may write to its own memory next.
+        return tensor.to(self.device)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -151,7 +151,7 @@ class StepWatch:
             runtimes = runtimes_of(optimizer) or [runtime]
         for held in runtimes:
             held.parameters_changed()
-            held.collectives.watchdog.end_step()
+            held.collectives.watchdog.note_step()
         self._unknown.end(optimizer)
 
     def loading(self, optimizer: Any, state_dict: Any) -> None:

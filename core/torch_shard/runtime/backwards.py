@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ConfigError, ShardError, UnitStateError
+from ..log import ANY_RANK, logger
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.phases import BACKWARD
 from ..unit.unit import State, Unit
@@ -41,6 +44,7 @@ class Backwards:
         self._creates_graph = False  # the running backward makes a graph of gradients, which reads unsharded parameters
         self._called = False  # inside a user's call of backward, before which deferred gradients were checked
         self._refusal: ShardError | None = None  # the error of that check, raised if the backward comes to this engine
+        self._abandoning = threading.RLock()
 
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
         """Hook the outputs of `use`, a module's forward or one operation, so that backward triggers its unit."""
@@ -104,6 +108,8 @@ class Backwards:
             yield
             return
         runtime = self.runtime
+        if self._end is not None:  # of a torch.autograd.grad that has failed, which autograd still keeps
+            self._abandon_if()
         try:
             runtime.await_votes()
             try:
@@ -117,8 +123,7 @@ class Backwards:
             yield
         except BaseException:
             # Not only when autograd drops the graph task: a thread of a device may keep it until the next step runs.
-            if self._end is not None:
-                self._abandon()
+            self._abandon_after_failure()
             raise
         finally:
             refused, self._refusal = self._refusal is not None, None
@@ -169,7 +174,7 @@ class Backwards:
             runtime.engine_order.begin(runtime, task)
         # The graph task alone refers to this callback: if the task ends with an exception, the callback dies.
         end = functools.partial(self.end_backward)
-        self._end = weakref.ref(end, self._abandon_with)
+        self._end = weakref.ref(end, self._abandon_if)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor, unshared: bool = False) -> None:
@@ -237,7 +242,7 @@ class Backwards:
             runtime.reductions.flush()
             if runtime.in_backward is not None:
                 runtime.in_backward.end()
-                runtime.collectives.watchdog.end_step()
+                runtime.collectives.watchdog.note_step()
                 runtime.versions.note_change()
                 schedule.values_changed()
         else:
@@ -268,9 +273,23 @@ class Backwards:
             runtime.operations.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
             runtime.operations.check("the end of a backward through several models")
 
-    def _abandon_with(self, end: weakref.ref[Any]) -> None:
-        if self._end is end:  # else another backward may have begun meanwhile
-            self._abandon()
+    def _abandon_after_failure(self) -> None:
+        """Abandon the backward that runs, if any does, because the user's call of it is about to raise."""
+        deadline = time.monotonic() + PAUSE
+        while self._end is not None and self._end() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)  # a thread of a device may still be inside a hook
+        try:
+            self._abandon_if()
+        except Exception:  # it must not replace the error of the backward
+            logger.exception(
+                "rank %d: a failed backward could not be left", self.runtime.collectives.world_rank, extra=ANY_RANK
+            )
+
+    def _abandon_if(self, end: weakref.ref[Any] | None = None) -> None:
+        """Abandon the backward that runs, if any does; with `end` only if that is its end, not that of an earlier one."""
+        with self._abandoning:  # by the thread of the call and by a thread of a device
+            if self._end is not None and (end is None or end is self._end):
+                self._abandon()
 
     def _abandon(self) -> None:
         """Leave the engine as it was before a backward that has failed."""

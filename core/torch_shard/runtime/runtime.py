@@ -8,7 +8,6 @@ backwards. :mod:`.unshard_schedule` decides on unshards, their order and prefetc
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,7 +78,8 @@ class Runtime:
         timeout, alone = group_timeout(collectives.device), config.alone != "error" and collectives.world > 1
         self.versions = Versions(collectives.device, collectives.world_rank, timeout, alone)
         if channel is not None:
-            self.versions.settle = functools.partial(channel.groups.comparisons.settle, collectives.watchdog.timeout)
+            comparisons, watchdog = channel.groups.comparisons, collectives.watchdog
+            self.versions.settle = lambda: comparisons.settle(watchdog.timeout)
         # The load that has to follow makes the versions equal again.
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)

@@ -118,9 +118,8 @@ class Session:
         for code, text in (*noted, runtime.versions.note()):
             runtime.operations.note(code, text)
         repeats, self._noted = self._noted == noted, noted
-        alone = (
-            runtime.engine_order is not None and runtime.engine_order.has_one
-        )  # else gathers of two models could mix
+        # With several engines, gathers of two models could mix.
+        alone = runtime.engine_order is not None and runtime.engine_order.has_one
         if repeats and alone and changes is None and not runtime.versions.edits.before:
             # As the last forward on which the ranks have agreed. A difference is found when this one ends, see `Forwards.finish`.
             runtime.operations.begin(what)

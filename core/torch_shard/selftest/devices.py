@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ __all__ = [
 # Dense bf16 with fp32 accumulation, in TFLOP/s, as the makers' data sheets have it. The first entry that a name contains counts.
 _PEAK_TFLOPS = (
     ("B200", 2250.0),
+    ("H200 NVL", 835.0),
     ("H200", 989.0),
+    ("GH200", 989.0),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
     ("H100", 989.0),
     ("A100", 312.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("A10G", 70.0),
     ("A10", 125.0),
     ("L4", 121.0),
@@ -76,7 +80,7 @@ def peak_flops(device: torch.device, given_tflops: float | None) -> float | None
     if device.type != "cuda":
         return None
     name = name_of(device)
-    return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS if part in name), None)
+    return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
 
 
 def total_memory(device: torch.device) -> int:

@@ -20,7 +20,17 @@ __all__ = ["main"]
 def main(folder: Path, ranks: int) -> int:
     """Run the worker on all ranks, and return the exit code: 0, or 1 after a rank has failed."""
     # A free port of this machine, by an address that does not depend on how its name resolves.
-    place = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks)]
+    place = [
+        "--standalone",
+        "--local-addr",
+        "localhost",
+        "--nnodes",
+        "1",
+        "--nproc-per-node",
+        str(ranks),
+        "--max-restarts",
+        "0",
+    ]
     try:
         run.main([*place, "-m", "torch_shard.selftest.worker", str(folder)])
     except ChildFailedError as error:

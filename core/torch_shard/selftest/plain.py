@@ -102,15 +102,16 @@ def distance(found: Trained, plain: Trained) -> dict[str, float]:
     ``update`` is relative to a parameter's change, for the worst parameter. Relative to values, a wrong update would look small.
     ``loss`` is relative to the change of the loss over the training, ``norm`` to the gradients' norm.
     """
-    updates = [
-        ((found.after[name] - value).norm() / (value - plain.before[name]).norm()).item()
-        for name, value in plain.after.items()
-    ]
     change = max(plain.losses) - min(plain.losses)
-    pairs = {"loss": (found.losses, plain.losses), "norm": (found.norms, plain.norms)}
     errors = {
-        what: max((abs(a - b) / (change if what == "loss" else b) for a, b in zip(*two, strict=True)), default=0.0)
-        for what, two in pairs.items()
+        "update": [
+            ((found.after[name] - value).norm() / (value - plain.before[name]).norm()).item()
+            for name, value in plain.after.items()
+        ],
+        "loss": [abs(a - b) / change for a, b in zip(found.losses, plain.losses, strict=True)],
+        "norm": [abs(a - b) / b for a, b in zip(found.norms, plain.norms, strict=True)],
     }
     # A NaN is the largest error of all, which max() would not know.
-    return {"update": math.inf if any(map(math.isnan, updates)) else max(updates), **errors}
+    return {
+        what: max((e if math.isfinite(e) else math.inf for e in each), default=0.0) for what, each in errors.items()
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ def plots_of(results: Sequence[Result]) -> dict[str, str] | None:
 
 def _errors(axes: Any, results: list[Result]) -> None:
     """Draw each error as a part of its tolerance, from which on the check fails."""
-    shares = [max((r.measured or 0.0) / (r.tolerance or 1.0), 1e-7) for r in results]
+    shares = [(r.measured or 0.0) / (r.tolerance or 1.0) for r in results]
+    shares = [min(max(share, 1e-7), 1e7) if math.isfinite(share) else 1e7 for share in shares]
     axes.barh([r.name for r in results], shares, color=_BLUE)
     axes.set_xscale("log")
     axes.axvline(1.0, color=_TEXT, linestyle="--")

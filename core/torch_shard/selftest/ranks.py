@@ -17,7 +17,9 @@ from .devices import make_current
 __all__ = ["PATIENCE", "Ranks"]
 
 PATIENCE = 120.0
-"""The seconds that a rank waits for another one, in the engine and in the self-test's own messages."""
+"""The seconds that a rank waits for another one in the engine, which waits longer for a first step on a GPU."""
+_GROUP_PATIENCE = 600.0
+"""The seconds of the process group, over which DDP and FSDP2 send: kernels are compiled in their first step."""
 
 
 class Ranks:
@@ -43,7 +45,7 @@ class Ranks:
             store=PrefixStore("selftest", self._store),
             rank=self.rank,
             world_size=self.world,
-            timeout=datetime.timedelta(seconds=PATIENCE),
+            timeout=datetime.timedelta(seconds=_GROUP_PATIENCE),
         )
 
     def gather(self, value: Any) -> list[Any]:

@@ -101,8 +101,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the HTML file, and the JSON file beside it."""
-        path.write_text(self.html(), encoding="utf-8")
         path.with_suffix(".json").write_text(json.dumps(self.plain(), indent=2) + "\n", encoding="utf-8")
+        path.write_text(self.html(), encoding="utf-8")
 
     def html(self) -> str:
         """Return the report as one HTML page, with plots if matplotlib is installed."""

@@ -71,8 +71,11 @@ def skipped(part: str, name: str, reason: str) -> Result:
 
 
 # Quoted paths may have spaces in them. A slash within a word ("tokens/s") or of a URL's "//" begins no path.
-_PATHS = re.compile(r"""(?P<quote>['"])~?/[^'"\n]*(?P=quote)|(?<![\w/])~?/(?!/)[^\s'"()\[\]<>,;]+""")
-_ADDRESSES = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b")
+# A compiler's options (-I/usr/include) and file:// URLs have paths.
+_PATHS = re.compile(
+    r"""(?P<quote>['"])~?/[^'"\n]*(?P=quote)|((?<![\w/])~?|(?<=\s-[A-Z])|(?<=file:/)/)/(?!/)[^\s'"()\[\]<>,;]+"""
+)
+_ADDRESSES = re.compile(r"\b\d{1,3}(\.\d{1,3}){3}\b|(?<![\w:])([0-9a-f]{0,4}:){3,7}[0-9a-f]{0,4}(?![\w:])")
 
 
 def scrubbed(text: str) -> str:
@@ -84,7 +87,7 @@ def scrubbed(text: str) -> str:
         names[getpass.getuser()] = "<user>"
     for name, shown in names.items():
         if name not in ("", "root", "localhost"):  # these name nobody, and "(root)" is a unit of the plan
-            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
+            text = re.sub(rf"(?<!\w){re.escape(name)}(\.[\w-]+)*(?!\w)", shown, text)
     return text
 
 

@@ -184,7 +184,9 @@ class Session:
     def _wait_for_ranks(self, folder: Path, cases: Sequence[Case], deadline: float) -> bool:
         """Run the launcher, calling `advance` meanwhile, and return True if it had to be ended at the deadline."""
         command = [sys.executable, "-m", "torch_shard.selftest.launcher", str(folder), str(self.setting.ranks)]
-        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
+        # A cluster's settings for torchrun (PET_*) are for programs that run on all its machines.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **inherited}
         if cases[0].sanitized:
             variables["TORCH_CUDA_SANITIZER"] = "1"
         by_name, seen = {case.name: case for case in cases}, 0

@@ -7,6 +7,7 @@ Notes are lines of JSON, so that those written before a rank died can be read.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ def main(folder: Path) -> None:
         if ranks.rank == 0:
             note(folder, 0, begun=name)
         results, good = [], True
+        gc.collect()  # the engine of the case before, or this one would not be the only one of its process group
         try:
             results = by_name[name].run(context, by_name[name])
         except Exception as error:

@@ -374,6 +374,4 @@ def _register(setup: Setup) -> None:
     for unit, unit_plan in zip(runtime.units, setup.plan.units, strict=True):
         note_loads(runtime, unit, {name: setup.modules[name] for info in unit_plan.params for name, _ in info.owners})
     setup.filler.tell()
-    if c.streams.exist:
-        c.watchdog.begin_first_step()
     logger.info("sharded %d parameters in %d units over %d ranks", len(setup.plan.params), len(runtime.units), c.size)

@@ -95,7 +95,7 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
 def test_wait_for_everyone_waits_for_longer_than_a_short_timeout_which_counts_again_afterwards(rank):
     with accelerator() as acc:
         model = acc.prepare(net())
-        engine_of(model)._runtime.collectives.watchdog.timeout = 1.0  # set-up may take longer
+        engine_of(model)._runtime.collectives.watchdog._timeout = 1.0  # set-up may take longer
         if acc.is_main_process:
             time.sleep(2.5)
         acc.wait_for_everyone()
