@@ -28,10 +28,11 @@ world: World | None = None
 _LIMIT = 60.0  # seconds for the partners to come
 
 
-class SimulatedWork:
+class SimulatedWork(dist.Work):
     """A collective in flight. To wait for it orders the current stream, as with NCCL; the values are there already."""
 
     def __init__(self, own: World, clock: Clock, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
         self._world, self._event = own, Event(own.streams)
         self._event._clock = clock
         self._stash: list[torch.Tensor] | None = tensors  # NCCL's works hold them until somebody has waited
@@ -41,7 +42,7 @@ class SimulatedWork:
 
     def wait(self, timeout: Any = None) -> bool:
         streams = self._world.streams
-        if streams._orders(site()):
+        if streams.orders():
             self._event.wait(streams.current())
         self._stash = None
         return True
