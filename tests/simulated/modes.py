@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .autograd import Backwards
+from .functional import NAMESPACE, FunctionalCollectives
 from .memory import DEVICE, HOST, PINNED, Memory
 from .streams import SimulatedStreams, site
 
@@ -52,6 +53,7 @@ class World:
     def __init__(self, streams: SimulatedStreams) -> None:
         self.streams, self.memory = streams, Memory(streams.host)
         self.backwards = Backwards(streams, self.memory)
+        self.functional = FunctionalCollectives(self)
         self.threads = threading.local()  # .kind: of memory that the running call asks for
         self.failures: list[str] = []  # errors that nobody raises: of finalizers
 
@@ -159,7 +161,10 @@ class Operations(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         schema, world = func._schema, self.world
-        name = schema.name.partition("::")[2]
+        namespace, _, name = schema.name.partition("::")
+        if namespace == NAMESPACE:
+            world.functional.note(name, args, out)
+            return
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
         for index, argument in enumerate(schema.arguments):

@@ -49,7 +49,7 @@ class SimulatedWork(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    own_stream = False
+    own_streams = False
     """Collectives that are asked to run on the current stream run on the group's all the same, as older backends do."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
@@ -96,7 +96,7 @@ class SimulatedGroup(dist.ProcessGroup):
         here, _ = streams.launch()
         if self._stream is None:
             self._stream = streams.add(Agent(f"the communicator {self.group_name}"))
-        asynchronous = self.own_stream or getattr(opts, "asyncOp", True)
+        asynchronous = self.own_streams or getattr(opts, "asyncOp", True)
         agent = self._stream if asynchronous else here
         agent.join(here.clock)
         epoch = agent.tick()

@@ -72,6 +72,8 @@ class Scenario:
 
     Attributes:
         step: runs forward and backward once, and returns the loss.
+        parallelized: makes a model tensor-parallel; returns the dimension of its mesh over which it is sharded.
+        own_streams: the backend runs each collective on a stream of its own, whatever it is asked for, as older ones do.
         parts: the modules that are sharded, each with an engine of its own. The first of these is given to `step`.
     """
 
@@ -80,6 +82,8 @@ class Scenario:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     step: Callable[[Any, nn.Module, torch.Tensor], torch.Tensor] | None = None
     parts: tuple[str, ...] = ("",)
+    own_streams: bool = False
+    parallelized: Callable[[nn.Module], Any] | None = None
     accumulate: int = 1
     clip: bool = False
     steps: int = 5
@@ -89,11 +93,13 @@ class Scenario:
     def run(self, pace: Pace = "early", seed: int = 0, dropped: Iterable[Site] = (), **_: Any) -> Report:
         """Train on this rank, and return what was found. Collective."""
         torch.manual_seed(0)
-        over = group()
+        over: Any = group()
         gc.freeze()  # what was there before need not be looked through
-        with simulated(pace, seed, dropped) as world:
+        with simulated(pace, seed, dropped, self.own_streams) as world:
             with ACCELERATOR:
                 model = self.model()
+            if self.parallelized is not None:
+                over = self.parallelized(model)
             parts = [model.get_submodule(part) for part in self.parts]
             engines = [torch_shard.shard(part, torch_shard.ShardConfig(**self.config), mesh=over) for part in parts]
             engine = engines[0]

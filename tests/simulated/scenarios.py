@@ -70,6 +70,9 @@ SPECIAL = {
     "two streams, shards kept": Scenario(step=steps.two_streams, config={"strategy": "shard_grad_op"}),
     "two streams, joined late": Scenario(step=steps.joined_late),
     "two chains on two streams": Scenario(step=steps.two_chains, model=functools.partial(Model, blocks=6)),
+    "two streams, joined late, replicated": Scenario(
+        step=steps.joined_late, config={"strategy": "no_shard", "precision": BF16}
+    ),
     "streams apart": Scenario(step=steps.streams_apart),
     "another stream": Scenario(step=steps.on_another_stream),
     "another stream in bf16": Scenario(step=steps.on_another_stream, config={"precision": BF16}),
@@ -88,6 +91,7 @@ SPECIAL = {
     "state dicts": Scenario(step=steps.saved),
     "saved in the background": Scenario(step=steps.saved_in_background),
     "saved in the background, bf16": Scenario(step=steps.saved_in_background, config={"precision": BF16}),
+    "a backend with streams of its own": Scenario(own_streams=True),
     "activations on the host": Scenario(model=steps.offloaded_activations),
     "activations on the host, another stream": Scenario(
         model=steps.offloaded_activations, step=steps.on_another_stream
@@ -116,6 +120,14 @@ HYBRID = {
 } | {
     "secondary shards": Scenario(config={"reshard_after_forward": 2}),
     "hybrid_shard, quantized": Scenario(config={"strategy": "hybrid_shard", "shard_size": 2, "quantized": INT8}),
+    "tensor parallel": Scenario(parallelized=steps.tensor_parallel),
+    "tensor parallel, bf16, accumulated": Scenario(
+        parallelized=steps.tensor_parallel, config={"precision": BF16}, accumulate=2
+    ),
+    "tensor parallel, replicated": Scenario(
+        parallelized=steps.tensor_parallel, config={"strategy": "no_shard"}, clip=True
+    ),
+    "tensor parallel, another stream": Scenario(parallelized=steps.tensor_parallel, step=steps.on_another_stream),
     "hybrid_shard, another stream": Scenario(
         step=steps.on_another_stream, config={"strategy": "hybrid_shard", "shard_size": 2, "precision": BF16}
     ),

@@ -25,8 +25,15 @@ from .streams import Pace, SimulatedStreams
 
 
 @contextlib.contextmanager
-def simulated(pace: Pace = "early", seed: int = 0, dropped: Iterable[Site] = ()) -> Iterator[World]:
-    """Return a context in which this rank's tensors are those of a simulated device; `pace` and `dropped`: see the streams."""
+def simulated(
+    pace: Pace = "early", seed: int = 0, dropped: Iterable[Site] = (), own_streams: bool = False
+) -> Iterator[World]:
+    """Return a context in which this rank's tensors are those of a simulated device.
+
+    Args:
+        pace, dropped: see the streams.
+        own_streams: see the process group.
+    """
     process_group.register()
     own = World(SimulatedStreams(pace, seed, dropped))
     allocate = pinned.allocate
@@ -51,12 +58,15 @@ def simulated(pace: Pace = "early", seed: int = 0, dropped: Iterable[Site] = ())
         for user in (_fully_shard, reductions):
             stack.enter_context(_attribute(user, "current_streams", lambda: own.streams))
         stack.enter_context(_attribute(collectives, "takes_means", lambda backend: True))
-        stack.enter_context(_attribute(mesh, "_device_of", lambda *_: ACCELERATOR))
+        for device in ("_device_of", "_checked_device"):
+            stack.enter_context(_attribute(mesh, device, lambda *_: ACCELERATOR))
+        stack.enter_context(_attribute(mesh, "group_over", lambda *_: group()))
         stack.enter_context(_attribute(pinned, "allocate", page_locked))
         stack.enter_context(_attribute(host_buffers, "allocate", page_locked))
         for user in (pinned, host_buffers, host_snapshot):
             stack.enter_context(_attribute(user, "can_pin", lambda device: device == ACCELERATOR))
         stack.enter_context(_attribute(process_group, "world", own))
+        stack.enter_context(_attribute(process_group.SimulatedGroup, "own_streams", own_streams))
         stack.enter_context(_attribute(torch.Tensor, "record_stream", lambda t, stream: own.record_stream(t, stream)))
         wrapper = staticmethod(make_wrapper(torch.Tensor._make_wrapper_subclass))
         stack.enter_context(_attribute(torch.Tensor, "_make_wrapper_subclass", wrapper))

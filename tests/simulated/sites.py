@@ -1,8 +1,7 @@
 """The places in the engine's code that order a device's work, as its source has them.
 
-Two kinds are told apart only by where they stand. Some ask the streams, an event or a collective's ``Work`` themselves. Others call
-a function that does so for its caller, such as ``unit.wait()`` or ``with c.reducing()``: each such call is a place, too, because a
-single one of them may be missing while the function is in use elsewhere.
+Some ask the streams, an event or a collective's ``Work`` themselves. Others call a function that does so for its caller, such as
+``unit.wait()`` or ``with c.reducing()``. Each such call is a place of its own, because it may be missing while others are there.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ LAYER = "comm/streams.py"
 # What is called, and on what. The receiver is matched as it is written, a local name by what it was assigned from.
 _STREAMS = r"(.*\.)?_?streams|streams_of\(.*\)|current_streams\(\)"
 _EVENT = r"(.*\.)?(_?event|begun)|self\._under_way\[0\]\[2\]"
-_WORK = r"(.*\.)?(_?work|handle)|dist\.\w+\(.*\)"
+_WORK = r"(.*\.)?_?work|dist\.\w+\(.*\)"
 _CALLS = (
     (r"follow|join|wait|record|finish|synchronize", _STREAMS),
     (r"synchronize|query", _EVENT),
     (r"wait|is_completed", _WORK),
+    (r"has_ended", r"work|task"),
     (r"record_stream", r".*"),
     (r"_on|gathering|_gathering|reducing|leaving", r".*"),
-    (r"wait", r"(.*\.)?(_?pending|unit|there|source|pending_writes|waits_for)|self\._works\[0\]|task"),
+    (r"wait", r"(.*\.)?(_?pending|unit|there|source|local|_read|pending_writes|waits_for)|self\._works\[0\]|task"),
 )
 
 # Functions that order something for their callers, by file.
@@ -41,7 +41,7 @@ PASSED_ON = {
     "offload/host.py": ("leaving",),
     "offload/host_shard.py": ("wait",),
     "offload/host_thread.py": ("wait", "finish"),
-    "offload/pending_writes.py": ("wait",),
+    "offload/pending_writes.py": ("wait", "has_ended"),
     "unit/unit.py": ("_gathering", "wait"),
     "activation_offload.py": ("wait",),
 }

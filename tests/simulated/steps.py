@@ -12,6 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from torch_shard.activation_offload import ActivationOffload
 
@@ -263,6 +272,21 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.right(x + self.left(x))  # type: ignore[no-any-return]
+
+
+def tensor_parallel(model: nn.Module) -> Any:
+    """Cut the layers of a :class:`Model` over pairs of ranks, and its rows between them; return the mesh's other dimension."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    rows, whole = Shard(0), Replicate()
+    plan = {
+        "first": RowwiseParallel(input_layouts=whole, output_layouts=rows),
+        "blocks.*.norm": SequenceParallel(sequence_dim=0),
+        "blocks.*.up": ColwiseParallel(input_layouts=rows),
+        "blocks.*.down": RowwiseParallel(output_layouts=rows),
+        "last": PrepareModuleInput(input_layouts=(rows,), desired_input_layouts=(whole,), use_local_output=True),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    return mesh["dp"]
 
 
 def on_outputs(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
