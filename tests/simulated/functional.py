@@ -16,9 +16,9 @@ NAMESPACE = "_c10d_functional"
 class FunctionalCollectives:
     """Collectives that return a tensor, which is to be waited for (``torch.distributed._functional_collectives``).
 
-    Gloo sends, and the values are there when the call returns. As under NCCL the collective runs on a stream of its group's, behind
-    what the current stream was given before, and ``wait_tensor`` makes the current stream wait for it. Until then its work holds the
-    tensors.
+    Gloo sends, and the values are there when the call returns. As under NCCL the collective runs on a stream of its group's,
+    behind what the current stream was given before, and ``wait_tensor`` makes the current stream wait for it. Until then its
+    work holds the tensors.
     """
 
     def __init__(self, world: Any) -> None:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .memory import ENOUGH
 from .programs import Scenario
 from .scenarios import ALONE, HYBRID, SCENARIOS
 from .sites import Site
@@ -88,12 +87,6 @@ class Outcome:
     sites: Mapping[Site, int]
     seconds: float
 
-    @property
-    def is_cut_short(self) -> bool:
-        """True if a rank has stopped to look for further races."""
-        counts = [rank for rank, _ in self.races]
-        return any(counts.count(rank) >= ENOUGH for rank in set(counts))
-
 
 def run(program: Scenario, removed: Iterable[Site] = (), pace: Pace = "late") -> Outcome:
     """Run a program without some calls. Collective: all ranks return the same.
@@ -151,9 +144,10 @@ class Search:
         """Return a program and another call of it, without which the call is needed. Looks at the `most` shortest programs."""
         for name in self.reaching(site)[:most]:
             for other in self.whole[name].sites:
-                if other != site and not self.run_without(name, other).races:
-                    if run(self.programs[name], [site, other], self.pace).races:
-                        return name, other
+                if other == site or self.run_without(name, other).races:
+                    continue
+                if run(self.programs[name], [site, other], self.pace).races:
+                    return name, other
         return None
 
 

@@ -1,4 +1,4 @@
-"""The checker is checked: it sees when a call that orders the device's work is missing. docs/streams.md says which run shows it."""
+"""The checker is checked: it sees when a call that orders the device's work is missing. docs/streams.md says in which run."""
 
 from __future__ import annotations
 
