@@ -100,6 +100,8 @@ SPECIAL = {
     "activations on the host, dropped": Scenario(model=steps.offloaded_activations, step=steps.dropped),
     "hook": Scenario(step=steps.hooked),
     "edited": Scenario(step=steps.edited),
+    "stepped elsewhere": Scenario(step=steps.stepped_elsewhere),
+    "weight in backward": Scenario(step=steps.weight_in_backward),
     "own collective": Scenario(step=steps.own_collective),
     "two engines": Scenario(model=steps.Pair, parts=("left", "right")),
     "two engines in bf16, accumulated": Scenario(
@@ -162,6 +164,12 @@ OFFLOADED = {
     "offload, closed": Scenario(config={"offload": "cpu"}, close=True),
     "offload, quantized": Scenario(config={"offload": "cpu", "quantized": INT8}),
     "offload, two engines": Scenario(model=steps.Pair, parts=("left", "right"), config={"offload": "cpu"}),
+    "offload, clipped by value": Scenario(step=steps.clipped_by_value, config={"offload": "cpu"}),
+    "offload, lone reader": Scenario(step=steps.lone_reader, config={"offload": "cpu"}),
+    "offload, edited": Scenario(step=steps.edited, config={"offload": "cpu"}),
+    "offload of many units": Scenario(
+        model=functools.partial(Model, blocks=8), config={"offload": "cpu", "precision": BF16}, accumulate=2
+    ),
     "offload, scaled loss": Scenario(step=steps.scaled, config={"offload": "cpu"}),
     "state on disk": Scenario(config={"offload": torch_shard.Offload(nvme=DISK)}, clip=True),
     "state and parameters on disk": Scenario(

@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torch_shard.activation_offload import ActivationOffload
+from torch_shard.comm.process_group_ops import reduce_scatter_single
+from torch_shard.fsdp._fully_shard import FSDPModule
 
 from .programs import Block, Model
 
@@ -223,7 +225,7 @@ def hooked(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _average(group: Any, gradients: torch.Tensor, output: torch.Tensor) -> None:
-    dist.reduce_scatter_tensor(output, gradients, op=dist.ReduceOp.AVG, group=group)
+    reduce_scatter_single(output, gradients, op=dist.ReduceOp.AVG, group=group)
 
 
 def edited(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -239,6 +241,36 @@ def edited(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     loss = model.last(hidden).float().square().mean()
     loss.backward()
     return loss  # type: ignore[no-any-return]
+
+
+def stepped_elsewhere(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Parameters change on another stream, behind which gathers are put by FSDP2's function for that."""
+    streams = engine._runtime.collectives.streams
+    other = streams.new()
+    streams.join(other, [streams.current()])
+    with streams.use(other), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.999)
+    FSDPModule.set_post_optim_event(model, streams.record(other))
+    loss = model(x).float().square().mean()
+    loss.backward()
+    return loss  # type: ignore[no-any-return]
+
+
+def weight_in_backward(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A hook computes with a weight whose unit is being gathered for the backward that comes next."""
+    hidden = model.first(x)
+    for block in model.blocks:
+        hidden = block(hidden)
+    hidden.register_hook(lambda gradient: _length(model.blocks[1].up.weight))
+    loss = model.last(hidden).float().square().mean()
+    loss.backward()
+    return loss  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _length(weight: torch.Tensor) -> None:
+    weight.square().sum()
 
 
 def own_collective(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
