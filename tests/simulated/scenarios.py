@@ -69,6 +69,11 @@ SPECIAL = {
     "two streams, replicated": Scenario(step=steps.two_streams, config={"strategy": "no_shard", "precision": BF16}),
     "two streams, shards kept": Scenario(step=steps.two_streams, config={"strategy": "shard_grad_op"}),
     "two streams, joined late": Scenario(step=steps.joined_late),
+    "two streams, checkpointed reentrantly": Scenario(
+        step=steps.two_streams, model=functools.partial(Model, checkpointed=True)
+    ),
+    "units on two streams": Scenario(model=steps.split),
+    "units on two streams in bf16, accumulated": Scenario(model=steps.split, config={"precision": BF16}, accumulate=2),
     "two chains on two streams": Scenario(step=steps.two_chains, model=functools.partial(Model, blocks=6)),
     "two streams, joined late, replicated": Scenario(
         step=steps.joined_late, config={"strategy": "no_shard", "precision": BF16}
@@ -148,6 +153,8 @@ ALONE = {
     "two engines": Scenario(model=steps.Pair, parts=("left", "right")),
     "offload": Scenario(config={"offload": "cpu"}, clip=True),
     "offload in bf16, two streams": Scenario(step=steps.two_streams, config={"offload": "cpu", "precision": BF16}),
+    "units on two streams": Scenario(model=steps.split, config={"precision": BF16}),
+    "offload, units on two streams": Scenario(model=steps.split, config={"offload": "cpu"}),
     "offload on two streams, joined late": Scenario(step=steps.joined_late, config={"offload": "cpu"}),
     "offload in bf16, accumulated": Scenario(config={"offload": "cpu", "precision": BF16}, accumulate=2),
     "offload, another stream": Scenario(step=steps.on_another_stream, config={"offload": "cpu"}),
@@ -165,7 +172,6 @@ OFFLOADED = {
     "offload, quantized": Scenario(config={"offload": "cpu", "quantized": INT8}),
     "offload, two engines": Scenario(model=steps.Pair, parts=("left", "right"), config={"offload": "cpu"}),
     "offload, clipped by value": Scenario(step=steps.clipped_by_value, config={"offload": "cpu"}),
-    "offload, lone reader": Scenario(step=steps.lone_reader, config={"offload": "cpu"}),
     "offload, edited": Scenario(step=steps.edited, config={"offload": "cpu"}),
     "offload of many units": Scenario(
         model=functools.partial(Model, blocks=8), config={"offload": "cpu", "precision": BF16}, accumulate=2

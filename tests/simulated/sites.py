@@ -36,7 +36,7 @@ _CALLS = (
 # Functions that order something for their callers, by file.
 PASSED_ON = {
     "comm/collectives.py": ("_on", "gathering", "reducing"),
-    "comm/work.py": ("_wait", "wait"),
+    "comm/work.py": ("_wait", "wait", "is_completed"),
     "comm/quantized_collectives.py": ("wait",),
     "offload/host.py": ("leaving",),
     "offload/host_shard.py": ("wait",),

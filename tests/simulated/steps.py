@@ -24,8 +24,10 @@ from torch.distributed.tensor.parallel import (
 
 from torch_shard.activation_offload import ActivationOffload
 from torch_shard.comm.process_group_ops import reduce_scatter_single
+from torch_shard.comm.streams import streams_of
 from torch_shard.fsdp._fully_shard import FSDPModule
 
+from .modes import ACCELERATOR
 from .programs import Block, Model
 
 
@@ -44,6 +46,28 @@ def offloaded_activations() -> nn.Module:
     offload = ActivationOffload(min_bytes=1)
     for block in model.blocks:
         block.__class__, block.offload = OffloadedBlock, offload
+    return model
+
+
+class SplitBlock(Block):
+    """A block whose last layer computes on another stream, so that its gradients arrive on two."""
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        streams = streams_of(ACCELERATOR)
+        here, other = streams.current(), self.other if hasattr(self, "other") else streams.new()
+        self.other = other
+        hidden = torch.relu(self.up(self.norm(x)))
+        streams.join(other, [here])
+        with streams.use(other):
+            result = self.down(hidden)
+        streams.join(here, [other])
+        return result  # type: ignore[no-any-return]
+
+
+def split(**options: Any) -> nn.Module:
+    model = Model(**options)
+    for block in model.blocks:
+        block.__class__ = SplitBlock
     return model
 
 
