@@ -47,6 +47,7 @@ def test_the_list_has_every_call_once():
     assert sorted(in_source - set(listed)) == [], "to be listed in docs/streams.md"
     assert sorted(set(listed) - in_source) == [], "no longer in the source"
     assert [place for place, times in listed.items() if times > 1] == []
+    assert [place for place, row in LIST.items() if not row.kept and row.program not in PROGRAMS[row.ranks]] == []
 
 
 @pytest.mark.parametrize("place", shown(2))
