@@ -78,7 +78,7 @@ class Backwards:
         with torch._C.DisableTorchFunction():
             allocation = self._memory.of(gradient)
         if allocation is not None and allocation.owner is not stream:
-            allocation.recorded = True
+            allocation.recorded.add(stream)
 
     def _after(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         self._threads.between = True

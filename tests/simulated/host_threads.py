@@ -50,11 +50,12 @@ def ordered_tasks(streams: SimulatedStreams) -> Iterator[None]:
 
     def wait_ordered(self: Task) -> None:
         wait(self)
-        streams.host().join(ends.get(self._done, {}))
+        if streams.orders():
+            streams.host().join(ends.get(self._done, {}))
 
     def has_ended_ordered(self: Task) -> bool:
         ended = has_ended(self)
-        if ended:
+        if ended and streams.orders():
             streams.host().join(ends.get(self._done, {}))
         return ended
 

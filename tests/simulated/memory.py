@@ -44,7 +44,7 @@ class Allocation:
         kind: of which memory it is.
         owner: the stream on which device memory was allocated, and to whose pool it goes back; None for host memory.
         before: earlier accesses to what may be the same memory, which were not ordered before the owner when it was freed.
-        recorded: the allocator keeps it until all streams have come past its end (``record_stream``).
+        recorded: streams past which the allocator keeps it when it is freed (``record_stream``).
         made: where, for messages.
     """
 
@@ -52,7 +52,7 @@ class Allocation:
     owner: Agent | None
     before: list[Access] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    recorded: bool = False
+    recorded: set[Agent] = field(default_factory=set)
     made: str = ""
 
     def over(self, start: int, stop: int) -> list[Span]:
@@ -139,10 +139,12 @@ class Memory:
 
     def _give_back(self, allocation: Allocation) -> None:
         spans, allocation.spans = allocation.spans, []
-        if allocation.owner is None or allocation.recorded:
+        if allocation.owner is None:
             return
         pool = self._pools.setdefault(allocation.owner, {})
         for access in (*allocation.before, *(access for span in spans for access in span.accesses())):
+            if any(access.before(stream) for stream in allocation.recorded):
+                continue  # the allocator records an event on each of these streams now, and gives the memory away behind it
             latest = pool.get(access.agent)
             # What the host has waited for has ended when it frees the memory.
             if not access.before(self._host()) and (latest is None or latest.epoch < access.epoch):

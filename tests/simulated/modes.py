@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .autograd import Backwards
+from .functional import NAMESPACE, FunctionalCollectives
 from .memory import DEVICE, HOST, PINNED, Memory
 from .streams import SimulatedStreams, site
 
@@ -52,6 +53,7 @@ class World:
     def __init__(self, streams: SimulatedStreams) -> None:
         self.streams, self.memory = streams, Memory(streams.host)
         self.backwards = Backwards(streams, self.memory)
+        self.functional = FunctionalCollectives(self)
         self.threads = threading.local()  # .kind: of memory that the running call asks for
         self.failures: list[str] = []  # errors that nobody raises: of finalizers
 
@@ -115,6 +117,13 @@ class World:
         for tensor in writes:
             self.memory.access(host, epoch, tensor, where, writes=True)
 
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Make the allocator keep the memory of `tensor`, when it is freed, until `stream` is past its work."""
+        with torch._C.DisableTorchFunction():
+            found = self.memory.of(tensor)
+        if found is not None and self.streams.orders():
+            found.recorded.add(stream)
+
     def copy(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         """Note a copy between host and device."""
         where = f"a copy at {site()}"
@@ -128,8 +137,10 @@ class World:
         else:  # to the device from pageable memory, which is read before the call returns
             self.by_host(where, [source], [])
             self.memory.access(agent, epoch, into, where, writes=True)
-        if not (non_blocking and pinned):
-            self.streams.host_waits(site(), agent.clock)
+        if not pinned:
+            self.streams.host_waits(site(), agent.clock)  # whatever was asked for
+        elif not non_blocking:
+            self.streams.host_waits(site(), agent.clock, "a copy that blocks")
 
 
 class Operations(TorchDispatchMode):
@@ -150,18 +161,16 @@ class Operations(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         schema, world = func._schema, self.world
-        name = schema.name.partition("::")[2]
+        namespace, _, name = schema.name.partition("::")
+        if namespace == NAMESPACE:
+            world.functional.note(name, args, out)
+            return
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
         for index, argument in enumerate(schema.arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if written else reads).extend(_tensors(value))
-        if name == "record_stream":
-            found = world.memory.of(reads[0] if reads else writes[0])
-            assert found is not None
-            found.recorded = True
-            return
         if name == "lift_fresh" and world.memory.of(reads[0]) is None:
             # A number that torch itself has put into a tensor, if nobody has asked for it.
             kind = getattr(world.threads, "kind", None) or HOST

@@ -28,10 +28,11 @@ world: World | None = None
 _LIMIT = 60.0  # seconds for the partners to come
 
 
-class SimulatedWork:
+class SimulatedWork(dist.Work):
     """A collective in flight. To wait for it orders the current stream, as with NCCL; the values are there already."""
 
     def __init__(self, own: World, clock: Clock, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
         self._world, self._event = own, Event(own.streams)
         self._event._clock = clock
         self._stash: list[torch.Tensor] | None = tensors  # NCCL's works hold them until somebody has waited
@@ -41,14 +42,14 @@ class SimulatedWork:
 
     def wait(self, timeout: Any = None) -> bool:
         streams = self._world.streams
-        if streams._orders(site()):
+        if streams.orders():
             self._event.wait(streams.current())
         self._stash = None
         return True
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    own_stream = False
+    own_streams = False
     """Collectives that are asked to run on the current stream run on the group's all the same, as older backends do."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
@@ -95,7 +96,7 @@ class SimulatedGroup(dist.ProcessGroup):
         here, _ = streams.launch()
         if self._stream is None:
             self._stream = streams.add(Agent(f"the communicator {self.group_name}"))
-        asynchronous = self.own_stream or getattr(opts, "asyncOp", True)
+        asynchronous = self.own_streams or getattr(opts, "asyncOp", True)
         agent = self._stream if asynchronous else here
         agent.join(here.clock)
         epoch = agent.tick()

@@ -12,18 +12,28 @@ import torch.distributed as dist
 
 from torch_shard.checkpoint.sharded import host_snapshot
 from torch_shard.comm import collectives, mesh, streams
+from torch_shard.fsdp import _fully_shard
 from torch_shard.offload import host_buffers, pinned
+from torch_shard.shard_tensor import reductions
 
 from . import process_group
 from .host_threads import ordered_tasks
 from .memory import PINNED
 from .modes import ACCELERATOR, Calls, Operations, World, make_wrapper, resizes, run_backward
+from .sites import Site
 from .streams import Pace, SimulatedStreams
 
 
 @contextlib.contextmanager
-def simulated(pace: Pace = "early", seed: int = 0, dropped: Iterable[str] = ()) -> Iterator[World]:
-    """Return a context in which this rank's tensors are those of a simulated device; `pace` and `dropped`: see the streams."""
+def simulated(
+    pace: Pace = "early", seed: int = 0, dropped: Iterable[Site] = (), own_streams: bool = False
+) -> Iterator[World]:
+    """Return a context in which this rank's tensors are those of a simulated device.
+
+    Args:
+        pace, dropped: see the streams.
+        own_streams: see the process group.
+    """
     process_group.register()
     own = World(SimulatedStreams(pace, seed, dropped))
     allocate = pinned.allocate
@@ -46,12 +56,18 @@ def simulated(pace: Pace = "early", seed: int = 0, dropped: Iterable[str] = ()) 
         stack.enter_context(_attribute(host_snapshot.SnapshotMemory, "snapshot", written_soon))
         stack.enter_context(_set(streams._kept, ACCELERATOR, own.streams))
         stack.enter_context(_attribute(collectives, "like_nccl", lambda backend: True))
-        stack.enter_context(_attribute(mesh, "_device_of", lambda *_: ACCELERATOR))
+        for user in (_fully_shard, reductions):
+            stack.enter_context(_attribute(user, "current_streams", lambda: own.streams))
+        for device in ("_device_of", "_checked_device"):
+            stack.enter_context(_attribute(mesh, device, lambda *_: ACCELERATOR))
+        stack.enter_context(_attribute(mesh, "group_over", lambda *_: group()))
         stack.enter_context(_attribute(pinned, "allocate", page_locked))
         stack.enter_context(_attribute(host_buffers, "allocate", page_locked))
         for user in (pinned, host_buffers, host_snapshot):
             stack.enter_context(_attribute(user, "can_pin", lambda device: device == ACCELERATOR))
         stack.enter_context(_attribute(process_group, "world", own))
+        stack.enter_context(_attribute(process_group.SimulatedGroup, "own_streams", own_streams))
+        stack.enter_context(_attribute(torch.Tensor, "record_stream", lambda t, stream: own.record_stream(t, stream)))
         wrapper = staticmethod(make_wrapper(torch.Tensor._make_wrapper_subclass))
         stack.enter_context(_attribute(torch.Tensor, "_make_wrapper_subclass", wrapper))
         stack.enter_context(resizes(own))

@@ -6,7 +6,7 @@ import pytest
 
 import torch_shard
 from tests.simulated.modes import ACCELERATOR
-from tests.simulated.scenarios import Model
+from tests.simulated.programs import Model
 from tests.simulated.simulation import group, simulated
 from tests.support.ranks import ranks
 

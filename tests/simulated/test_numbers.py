@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard
 from tests.simulated.modes import ACCELERATOR
-from tests.simulated.scenarios import ROWS, WIDTH, Model
+from tests.simulated.programs import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks

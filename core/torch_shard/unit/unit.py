@@ -309,6 +309,9 @@ class Unit:
             try:
                 for pending in self.pending:
                     pending.wait()
+                if not self.pending:
+                    # Hazard: without a collective the values were cast by the stream that was current when the unshard began.
+                    self._streams.wait(self._filled)
             except BaseException:
                 # The backend may still write into the buffers when the other rank comes, so that the unit gets new ones.
                 # `ProcessGroups.buffers` keeps the old ones alive until then.

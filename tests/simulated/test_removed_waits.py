@@ -1,0 +1,100 @@
+"""The checker is checked: it sees when a call that orders the device's work is missing. docs/streams.md says in which run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.simulated.removed_waits import PACES, PAGE, PROGRAMS, Row, rows, run
+from tests.simulated.scenarios import OFFLOADED, QUICK, SPECIAL
+from tests.simulated.sites import sites
+from tests.support.marks import exhaustive, quick
+from tests.support.ranks import ranks
+
+BLOCKS = "a copy that blocks"  # is no call of its own kind in the source
+
+LIST = {str(row.site): row for row in rows()} if PAGE.exists() else {}
+
+CHOSEN = {
+    1: ["unit/unit.py Unit.reshard: self._streams.join(here, users)"],
+    2: [
+        "comm/collectives.py Collectives._on: self.streams.follow(stream)",
+        "comm/work.py Pending._wait: self.streams.wait(self.event)",
+        "unit/unit.py Unit.wait: self._streams.wait(self._filled) (2)",
+    ],
+}
+
+
+def shown(number):
+    """The calls without which a race shows on so many ranks."""
+    return quick([place for place, row in LIST.items() if row.ranks == number], CHOSEN.get(number, []))
+
+
+def check(row: Row):
+    program = PROGRAMS[row.ranks][row.program]
+    missing = [row.site] if row.other is None else [row.site, row.other]
+    for site in missing if row.other is not None else ():
+        assert not run(program, [site], row.pace).races, f"{site} alone is seen"
+    outcome = run(program, missing, row.pace)
+    assert all(site in outcome.sites for site in missing), "the program does not come there"
+    assert outcome.races, "no race shows"
+
+
+def test_the_list_has_every_call_once():
+    listed = Counter(str(row.site) for row in rows() if row.site.call != BLOCKS)
+    in_source = {str(site) for site in sites().values()}
+    assert sorted(in_source - set(listed)) == [], "to be listed in docs/streams.md"
+    assert sorted(set(listed) - in_source) == [], "no longer in the source"
+    assert [place for place, times in listed.items() if times > 1] == []
+    assert [place for place, row in LIST.items() if not row.kept and row.program not in PROGRAMS[row.ranks]] == []
+
+
+@pytest.mark.parametrize("place", shown(2))
+@ranks(2)
+def test_a_race_shows_without_a_call(rank, place):
+    check(LIST[place])
+
+
+@pytest.mark.parametrize("place", shown(1))
+@ranks(1)
+def test_a_race_shows_without_a_call_in_one_process(rank, place):
+    check(LIST[place])
+
+
+@pytest.mark.parametrize("place", shown(4))
+@ranks(4)
+def test_a_race_shows_without_a_call_between_replicas(rank, place):
+    check(LIST[place])
+
+
+def check_all_others(program):
+    """No other call is reached than the list has, and none shows alone that the list calls kept or ordered twice."""
+    for pace in PACES:
+        outcome = run(program, (), pace)
+        assert not outcome.races, outcome.races
+        assert sorted(str(site) for site in outcome.sites if str(site) not in LIST) == [], "to be listed"
+        reached = [LIST[str(site)] for site in outcome.sites]
+        # Where many are missing at once, races of each would show.
+        groups = [[row.site for row in reached if row.kept], *([row.site] for row in reached if row.other is not None)]
+        for missing in filter(None, groups):
+            races = run(program, missing, pace).races
+            assert not races, f"{pace}, without {', '.join(map(str, missing))}: {races}"
+
+
+@pytest.mark.parametrize("name", exhaustive(*dict.fromkeys([*QUICK, *SPECIAL, *OFFLOADED])))
+@ranks(2, timeout=600)
+def test_nothing_else_is_needed(rank, name):
+    check_all_others(PROGRAMS[2][name])
+
+
+@pytest.mark.parametrize("name", exhaustive(*PROGRAMS[1]))
+@ranks(1, timeout=600)
+def test_nothing_else_is_needed_in_one_process(rank, name):
+    check_all_others(PROGRAMS[1][name])
+
+
+@pytest.mark.parametrize("name", exhaustive(*PROGRAMS[4]))
+@ranks(4, timeout=600)
+def test_nothing_else_is_needed_between_replicas(rank, name):
+    check_all_others(PROGRAMS[4][name])
