@@ -11,6 +11,7 @@ from .memory import DEVICE
 from .streams import SimulatedStreams, site
 
 NAMESPACE = "_c10d_functional"
+_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 
 
 class FunctionalCollectives:
@@ -35,6 +36,9 @@ class FunctionalCollectives:
             if clock and streams.orders():
                 streams.current().join(clock)
             return
+        if name not in _COLLECTIVES:
+            assert "coalesced" not in name
+            return
         torch.ops._c10d_functional.wait_tensor(out)
         sent, memory = args[0], self._world.memory
         if memory.kind(sent) != DEVICE:
@@ -43,7 +47,7 @@ class FunctionalCollectives:
         here, _ = streams.launch()
         if out is not sent:
             memory.allocate(out.untyped_storage(), DEVICE, here, where)
-        group = next(arg for arg in reversed(args) if isinstance(arg, str))
+        group = args[-1] if isinstance(args[-1], str) else args[-1].group_name  # newer torch passes the group itself
         if group not in self._communicators:
             self._communicators[group] = streams.add(Agent(f"the communicator {group}"))
         communicator = self._communicators[group]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,6 +153,8 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # DTensor computes shapes
         if any(getattr(t, "__torch_dispatch__", _PLAIN) is not _PLAIN for t in types):
             return NotImplemented  # a wrapper: its own operations are seen
         out = func(*args, **kwargs)
