@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import torch_shard
 from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same, same_params
@@ -308,3 +311,17 @@ def test_a_declared_optimizer_may_step_another_one(rank, world_size, inner, kind
     for step in range(3):
         pair.step(plain_backward, batch(rank, step))
         same_params(pair.model, pair.plain)
+
+
+@ranks(1)
+def test_an_engine_may_be_collected_while_torch_calls_hooks_of_a_step(rank, world_size):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    handle = register_optimizer_step_pre_hook(lambda *args: gc.collect() and None)
+    gc.disable()
+    try:
+        for _ in range(2):
+            torch_shard.shard(nn.Linear(2, 2))  # garbage at once, in reference cycles
+        optimizer.step()
+    finally:
+        gc.enable()
+        handle.remove()

@@ -65,16 +65,13 @@ class StepWatch:
         self._hooks: MutableMapping[Any, tuple[Any, ...]] = WeakIdKeyDictionary()
         self._unknown = UnknownSteps()
         self._classes: dict[type, type] = {}  # of proxies
-        self._handle = torch_optimizer.register_optimizer_step_pre_hook(_weakly(self.find))
-        # A runtime that is dropped without close() must not leave a hook behind for the life of the process.
-        weakref.finalize(runtime, self._handle.remove)
+        _watch_steps()
 
     def close(self) -> None:
         """Stop following steps."""
         runtime = self._runtime()
         if runtime is not None:
             OPEN.discard(runtime)
-        self._handle.remove()
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
@@ -319,6 +316,22 @@ def _between_changes(runtimes: list[Runtime], closure: Callable[[], Any]) -> Cal
         return result
 
     return run
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Have torch tell the open engines of each optimizer's step; once, for the life of the process.
+
+    A hook for each engine would go with its engine, which the garbage collector may drop while torch goes through its hooks.
+    """
+    torch_optimizer.register_optimizer_step_pre_hook(_tell_open_engines)
+
+
+def _tell_open_engines(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for runtime in list(OPEN):
+        watch = None if runtime.steps is None else runtime.steps()
+        if watch is not None:
+            watch.find(optimizer, args, kwargs)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
