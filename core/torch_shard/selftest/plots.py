@@ -69,7 +69,7 @@ def _svg(draw: Callable[[Any, list[Result]], None], results: list[Result]) -> st
     from matplotlib.figure import Figure  # without pyplot, which would choose a window system
 
     colours = {f"{name}.color": _TEXT for name in ("text", "xtick", "ytick")}
-    style = {**colours, "axes.edgecolor": _TEXT, "axes.labelcolor": _TEXT, "svg.fonttype": "none", "font.size": 9}
+    style: Any = {**colours, "axes.edgecolor": _TEXT, "axes.labelcolor": _TEXT, "svg.fonttype": "none", "font.size": 9}
     with rc_context(style):
         figure = Figure(figsize=(9, 0.8 + 0.24 * len(results)), layout="constrained")
         axes = figure.add_subplot()
