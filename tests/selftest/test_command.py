@@ -81,6 +81,7 @@ def test_what_is_good_passes_and_two_files_say_so(tmp_path):
     check_it_names_nobody(report)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_sums_gradients_fails_by_the_name_of_the_case(tmp_path):
     said = selftest("--case", "full_shard, fp32, SGD", folder=tmp_path, spoiled=SUMS_GRADIENTS, expected=1)
     assert "first failure  correctness: full_shard, fp32, SGD\n  measured 1" in said, said

@@ -9,7 +9,7 @@ import torch
 
 import torch_shard
 from tests.simulated.modes import ACCELERATOR
-from tests.simulated.scenarios import ROWS, WIDTH, Model
+from tests.simulated.programs import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
 from tests.support.ranks import ranks
 from torch_shard.errors import MissingRankError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.simulated.modes import ACCELERATOR
-from tests.simulated.scenarios import ROWS, WIDTH
+from tests.simulated.programs import ROWS, WIDTH
 from tests.simulated.simulation import simulated
 from tests.support.ranks import ranks
 from torch_shard.offload import pinned
