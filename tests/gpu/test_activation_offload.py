@@ -70,7 +70,8 @@ def test_inputs_are_in_pinned_memory_and_not_on_the_device(rank, device):
         between[offloaded] = torch.cuda.memory_allocated(device) - before
         offload = offload_of(model)
         if offload is not None:
-            assert all(copy.host.is_pinned() for copy in offload._copies.values()) and len(offload._copies) == BLOCKS
+            assert all(copy.host.is_pinned() for copy in offload._copies.values())
+            assert offload.host_bytes_in_use >= BLOCKS * INPUT
         loss.backward()
     assert between[False] - between[True] >= (BLOCKS - 1) * INPUT
 

@@ -65,7 +65,7 @@ def run_to_the_end(body: Callable[..., Any], folder: Path) -> None:
 
 
 def comes_only_once(rank: int, world_size: int, folder: Path) -> None:
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     model = GPT(width=24).to(device)
     engine = torch_shard.shard(model, units=[Block], timeout=5.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -95,7 +95,7 @@ class Branches(nn.Module):
 
 
 def takes_another_branch(rank: int, world_size: int, folder: Path) -> None:
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     model = Branches().to(device)
     torch_shard.shard(model, units=[nn.Linear], timeout=10.0)
     x = torch.ones(2, 4, device=device)
@@ -113,7 +113,7 @@ def test_ranks_that_run_different_units_are_an_error_on_both(tmp_path):
 
 
 def fails_in_backward(rank: int, world_size: int, folder: Path) -> None:
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", torch.cuda.current_device())
     model = GPT(width=24).to(device)
     torch_shard.shard(model, units=[Block], timeout=5.0)
     for step in range(2):

@@ -91,7 +91,10 @@ def serve(
     )
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if torch.cuda.device_count() < world_size:
+            # NCCL refuses two ranks of one host on one GPU, so that each calls itself a host of its own.
+            os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
         dist.init_process_group(

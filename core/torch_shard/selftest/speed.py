@@ -152,7 +152,7 @@ def _with_offload(context: Context, case: Case) -> list[Result]:
 def build(
     name: str, size: Size, ranks: Ranks, low: torch.dtype | None, kind: str = "", offload: Offload | None = None
 ) -> Runner:
-    """Put the model under an engine as its documentation says. Collective. The peers get torch's fused AdamW where it is.
+    """Put the model under an engine as its documentation says. Collective. All get torch's fused AdamW on a GPU.
 
     Args:
         name: of the runner.
@@ -178,7 +178,8 @@ def build(
             fully_shard(model, mesh=mesh, mp_policy=policy)
         case _:
             precision = None if low is None else Precision(low, torch.float32)
-            engine, fused = shard(model, precision=precision, offload=offload, timeout=PATIENCE), False
+            engine = shard(model, precision=precision, offload=offload, timeout=PATIENCE)
+            fused = fused and offload is None  # the state is on the host, where the engine chooses the kernel
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused or None)
     return Runner(name, model, optimizer, autocast, engine)
 
