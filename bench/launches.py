@@ -2,6 +2,7 @@
 
     python bench/launches.py            8 ranks, which share this machine's cores
     python bench/launches.py --short    2 ranks
+    python bench/launches.py --tiny     2 ranks, fewer blocks and one precision, to try the script
 
 Each engine trains a stack of transformer blocks with 12 parameters each on several ranks. torch_shard takes the way of an
 accelerator: it runs on the simulated device of its tests (tests/simulated), with streams and events, and sends by Gloo. FSDP2 has
@@ -43,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 DEEP, SHALLOW = 8, 4
+TINY = 3, 2
 WIDTH, TIME, BATCH = 64, 16, 2
 BF16 = torch.bfloat16
 FROZEN = "bf16, matrices frozen"
@@ -154,7 +156,7 @@ def _bytes_of(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
 def counted(simulated: Any = None) -> Iterator[Tally]:
     """Return a context in which all that this process gives a device and its host to do is counted.
 
-    `simulated` is the simulated device; None for the streams of torch.cpu, which FSDP2 uses.
+    `simulated` is the streams of the simulated device; None for those of torch.cpu, which FSDP2 uses.
     """
     tally = Tally()
 
@@ -175,7 +177,6 @@ def counted(simulated: Any = None) -> Iterator[Tally]:
                 stack.enter_context(mock.patch.object(owner, name, counts(attribute, getattr(owner, name))))
         else:
             from tests.simulated.process_group import SimulatedGroup
-            from tests.simulated.streams import Event, SimulatedStreams
             from torch_shard.comm.comparisons import Comparisons
 
             run = SimulatedGroup._run
@@ -192,14 +193,14 @@ def counted(simulated: Any = None) -> Iterator[Tally]:
 
             stack.enter_context(mock.patch.object(Comparisons, "begin", begun))
             stack.enter_context(mock.patch.object(SimulatedGroup, "_run", collective))
-            orders = SimulatedStreams._orders
-            stack.enter_context(mock.patch.object(Event, "record", counts("events", Event.record)))
-            stack.enter_context(mock.patch.object(SimulatedStreams, "_orders", counts("waits", orders)))
-            before = sum(simulated.waits.values())
         stack.enter_context(Counting(tally, simulated is not None))
+        if simulated is None:
+            yield tally
+            return
+        totals = lambda: (simulated.events, simulated.stream_waits, sum(simulated.waits.values()))  # noqa: E731
+        before = totals()
         yield tally
-        if simulated is not None:
-            tally.host_waits = sum(simulated.waits.values()) - before
+        tally.events, tally.waits, tally.host_waits = (now - b for now, b in zip(totals(), before, strict=True))
 
 
 def _complete_cpu_streams() -> None:
@@ -275,16 +276,22 @@ def _steps(
     return found
 
 
+def count_all(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what each engine gives to do, on one rank of the default group. Collective."""
+    return {
+        f"{engine} {precision} {blocks}": count(engine, precision, blocks)
+        for engine in ("plain", *ENGINES)
+        for precision in args.precisions
+        for blocks in args.blocks
+    }
+
+
 def run(rank: int, args: argparse.Namespace, folder: str) -> None:
     """Count on one rank; rank 0 writes the result."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.ranks)
-    result = {}
-    for engine in ("plain", *ENGINES):
-        for precision in PRECISIONS:
-            for blocks in (DEEP, SHALLOW):
-                result[f"{engine} {precision} {blocks}"] = count(engine, precision, blocks)
+    result = count_all(args)
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(result))
     dist.barrier()
@@ -294,10 +301,12 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
 # -- the table ----------------------------------------------------------------------------------------------------
 
 
-def report(result: dict[str, Any], ranks: int, details: bool) -> None:
+def report(result: dict[str, Any], args: argparse.Namespace) -> None:
     """Print the tables."""
     elements = sum(p.numel() for p in nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH).parameters())
-    print(f"torch {torch.__version__}, {ranks} ranks, {DEEP} blocks of 12 parameters\n")
+    most, fewer = args.blocks
+    n = most - fewer
+    print(f"torch {torch.__version__}, {args.ranks} ranks, {most} blocks of 12 parameters\n")
     print(
         "| precision | engine | per block: kernels | bytes a parameter element | collectives | events | waits of streams ",
         end="",
@@ -306,11 +315,10 @@ def report(result: dict[str, Any], ranks: int, details: bool) -> None:
         "| per step: messages for which the host waits | of these by clipping and the step | waits of the host for the device |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for precision in PRECISIONS:
+    for precision in args.precisions:
         for engine, label in ENGINES.items():
-            deep, shallow = (result[f"{engine} {precision} {n}"] for n in (DEEP, SHALLOW))
-            plain, less = (result[f"plain {precision} {n}"] for n in (DEEP, SHALLOW))
-            n = DEEP - SHALLOW
+            deep, shallow = (result[f"{engine} {precision} {blocks}"] for blocks in args.blocks)
+            plain, less = (result[f"plain {precision} {blocks}"] for blocks in args.blocks)
             own = {key: (deep[key] - shallow[key] - plain[key] + less[key]) / n for key in ("kernels", "bytes")}
             rates = [(deep[key] - shallow[key]) / n for key in ("collectives", "events", "waits")]
             print(
@@ -318,7 +326,7 @@ def report(result: dict[str, Any], ranks: int, details: bool) -> None:
                 f"{' | '.join(f'{rate:g}' for rate in rates)} | {deep['messages'] + deep['messages after']:g} | "
                 f"{deep['messages after']:g} | {deep['host waits'] + deep['host waits after']:g} |"
             )
-            if details:
+            if args.details:
                 names = {
                     name: (deep["names"].get(name, 0) - shallow["names"].get(name, 0)) / n
                     - (plain["names"].get(name, 0) - less["names"].get(name, 0)) / n
@@ -327,17 +335,25 @@ def report(result: dict[str, Any], ranks: int, details: bool) -> None:
                 print(f"    { ({k: v for k, v in names.items() if v}) } {deep['kinds']}")
 
 
-def main() -> None:
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command line, by default this program's."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--short", action="store_true", help="2 ranks")
+    parser.add_argument("--tiny", action="store_true", help="2 ranks, fewer blocks, one precision: to try the script")
     parser.add_argument("--details", action="store_true", help="name the kernels, too")
-    args = parser.parse_args()
-    if args.short:
+    args = parser.parse_args(arguments)
+    if args.short or args.tiny:
         args.ranks = 2
+    args.blocks, args.precisions = (TINY, [FROZEN]) if args.tiny else ((DEEP, SHALLOW), list(PRECISIONS))
+    return args
+
+
+def main() -> None:
+    args = options()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, (args, folder), nprocs=args.ranks)
-        report(json.loads((Path(folder) / "result.json").read_text()), args.ranks, args.details)
+        report(json.loads((Path(folder) / "result.json").read_text()), args)
 
 
 if __name__ == "__main__":

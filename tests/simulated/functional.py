@@ -34,7 +34,7 @@ class FunctionalCollectives:
         if name == "wait_tensor":
             clock, _ = self._running.pop(key, ({}, []))
             if clock and streams.orders():
-                streams.current().join(clock)
+                streams.stream_waits_for(streams.current(), clock)
             return
         if name not in _COLLECTIVES:
             assert "coalesced" not in name

@@ -74,10 +74,11 @@ class Event:
         stream = device.current() if stream is None else stream
         stream.join(device.host().clock)
         self._clock, self._asked = dict(stream.clock), 0
+        device.events += 1
 
     def wait(self, stream: Agent) -> None:
         stream.join(self._device.host().clock)
-        stream.join(self._clock)
+        self._device.stream_waits_for(stream, self._clock)
 
     def query(self) -> bool:
         """Return whether the event has passed: the device decides, unless the host knows already."""
@@ -114,6 +115,8 @@ class SimulatedStreams(Streams):
 
     Attributes:
         waits: how often each place in the code has made the host wait for the device.
+        stream_waits: how often a stream was made to wait for another one, an event or a collective.
+        events: how often an event was recorded.
         sites: the calls of the engine that have ordered something, each with the number of times.
         dropped: calls that order nothing, as if they were not there.
         modes: makes the modes in which a thread's operations are seen.
@@ -125,6 +128,7 @@ class SimulatedStreams(Streams):
         super().__init__(torch.device("cpu", 0))
         self.pace, self.random = pace, random.Random(seed)
         self.waits: dict[str, int] = {}
+        self.stream_waits = self.events = 0
         self.sites: dict[Site, int] = {}
         self.dropped = set(dropped)
         self.modes: Callable[[], Iterable[Any]] = tuple
@@ -158,6 +162,11 @@ class SimulatedStreams(Streams):
         self.waits[where] = self.waits.get(where, 0) + 1
         if self.orders(named):
             self.host().join(clock)
+
+    def stream_waits_for(self, stream: Agent, clock: Clock) -> None:
+        """Make a stream wait for what `clock` knows."""
+        self.stream_waits += 1
+        stream.join(clock)
 
     def orders(self, named: str = "") -> bool:
         """Note which calls of the engine order something now; return False if one of them is dropped."""
@@ -193,7 +202,7 @@ class SimulatedStreams(Streams):
         for other in others:
             if other is not stream and self.orders():
                 other.join(self.host().clock)
-                stream.join(other.clock)
+                self.stream_waits_for(stream, other.clock)
 
     def record(self, stream: Any = None, *, event: Any = None, sleeps: bool = False) -> Any:
         event = Event(self) if event is None else event
