@@ -104,7 +104,11 @@ def compare(rank: int, args: argparse.Namespace, folder: str) -> None:
     for runner in runners:
         ranks.meet()
         if device.type == "cuda":
-            keep = Path(args.traces) / f"{args.size}-{args.ranks}-{runner.name}.json.gz" if args.traces and not rank else None
+            keep = (
+                Path(args.traces) / f"{args.size}-{args.ranks}-{runner.name}.json.gz"
+                if args.traces and not rank
+                else None
+            )
             found[runner.name]["trace"] = traced(runner, data, keep)
     finish(rank, folder, found)
 

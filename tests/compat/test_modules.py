@@ -341,7 +341,9 @@ def test_sync_batch_norm_trains(rank, device):
     for m in (model, plain):
         m(x).pow(2).mean().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor().to(device), q.grad, rtol=1e-3, atol=1e-5)  # offload has it on the host
+        torch.testing.assert_close(
+            p.grad.full_tensor().to(device), q.grad, rtol=1e-3, atol=1e-5
+        )  # offload has it on the host
 
 
 @ranks(2)

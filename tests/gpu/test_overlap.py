@@ -152,7 +152,9 @@ def assert_runs_ahead(device: torch.device, what: Callable[[], Any]) -> Any:
 @ranks(1, 2, backend="nccl", timeout=240)
 def test_the_host_runs_ahead_of_a_busy_device_in_forward_clipping_and_step(rank, device):
     model, engine, optimizer = warmed_up(rank, device)
-    model(tokens(rank, 5, device)).square().mean()  # CUDA loads a kernel when it is first used, and waits for the device then
+    model(
+        tokens(rank, 5, device)
+    ).square().mean()  # CUDA loads a kernel when it is first used, and waits for the device then
     for step in range(3):
         x = tokens(rank, 5 + step, device)
         loss = assert_runs_ahead(device, lambda x=x: model(x).square().mean())
