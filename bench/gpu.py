@@ -1,13 +1,13 @@
-"""A training step on GPUs: its time, what of it the host needs, its kernels and its memory, beside the plain model, DDP and FSDP2.
+"""A training step on GPUs: its time, the host's part of it, kernels and memory, beside the plain model, DDP and FSDP2.
 
     python bench/gpu.py                 all GPUs, a decoder of 1.3B parameters
     python bench/gpu.py --size small    a small one, whose step takes as long as the host needs to give it to the device
-    python bench/gpu.py --ranks 2       also where there is one GPU: ranks share it and send through sockets. Then kernels and the
-                                        host's time can be compared; the step's time says nothing
+    python bench/gpu.py --ranks 2       also where there is one GPU: ranks share it and send through sockets. Kernels can be
+                                        counted then, but times say nothing
     python bench/gpu.py --smoke         a tiny model on the CPU, to try the script
 
-All engines live in the same processes and take turns. Computation is in bf16, gradients are summed in fp32, parameters and AdamW's
-state are fp32; the plain model and DDP run under autocast. All have torch's fused AdamW.
+    python bench/gpu.py --ranks 2       also on one GPU: ranks share it and send through sockets. Kernels can be
+                                        counted then, but times say nothing
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from offload_steps import waiting
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -194,8 +193,8 @@ def report(args: argparse.Namespace, found: dict[str, dict[str, Any]], peak: flo
             ]
         )
     head = (
-        f"engine | step ms (min, median, max) | of {LABELS[args.engines[-1]]}'s | tokens/s | MFU | host ms | held GiB | peak GiB | "
-        "kernels a step, ms | copies | NCCL | device idle | loss"
+        f"engine | step ms (min, median, max) | of {LABELS[args.engines[-1]]}'s | tokens/s | MFU | host ms | held GiB | peak GiB"
+        " | kernels a step, ms | copies | NCCL | device idle | loss"
     )
     print(markdown(head, rows), flush=True)
     if args.details:

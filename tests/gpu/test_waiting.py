@@ -98,13 +98,15 @@ def takes_another_branch(rank: int, world_size: int, folder: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     model = Branches().to(device)
     torch_shard.shard(model, units=[nn.Linear], timeout=10.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 4, device=device)
     for _ in range(2):  # the first two iterations look at gathered values, which waits for the device
         model(x, 0).sum().backward()
     torch.cuda.synchronize(device)
-    # Rank 0 does what it remembers, and its host runs on to the end of backward; rank 1 asks first.
+    # Rank 0 does what it remembers, and its host runs on to the optimizer's step; rank 1 asks first.
     with pytest.raises(DivergenceError, match=r"branches\.0.*branches\.1|branches\.1.*branches\.0"):
         model(x, rank).sum().backward()
+        optimizer.step()
     end(rank, folder)
 
 

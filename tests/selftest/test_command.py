@@ -5,7 +5,10 @@ from __future__ import annotations
 import getpass
 import json
 import re
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,18 @@ def test_all_parts_pass_on_two_ranks(tmp_path):
     said = selftest("--report", report, folder=tmp_path)
     assert ", 0 failed, " in said and "speed        3 passed" in said and "offload      3 passed" in said
     check_it_names_nobody(report)
+
+
+def test_an_interrupted_run_has_said_what_the_parts_before_have_found():
+    words = ["selftest", "--device", "cpu", "--quick", "--only", "streams,memory"]
+    command = [sys.executable, "-m", "torch_shard", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        title, _, streams = (process.stdout.readline() for _ in range(3))
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=100)
+    assert title.startswith("torch-shard-engine") and streams == "streams      6 skipped\n"
+    assert process.returncode == 130 and "interrupted" in error
 
 
 def test_where_everything_is_skipped_nothing_has_passed(capsys):

@@ -30,10 +30,11 @@ Test classes and functions defined inside functions do not work: ranks import th
         assert run(2, body, 10, timeout=30) == [0, 10]
 
 **Options** of both: ``timeout`` in seconds for the whole job; ``backend="nccl"`` (skips where there
-is no GPU; ranks share one where there are too few, and then send through sockets); ``fresh=True`` runs in processes of its own, thrown away afterwards: for
-bodies that destroy the process group or change process-wide state; ``group_timeout`` (seconds, the
-process group's own timeout, implies fresh); ``may_die=(1,)``: these ranks may end the process, their
-result is None (implies fresh); ``environment={...}``: variables that are read when the process group is made (implies fresh).
+is no GPU; ranks share one where there are too few, and then send through sockets); ``fresh=True``
+runs in processes of its own, thrown away afterwards: for bodies that destroy the process group or
+change process-wide state; ``group_timeout`` (seconds, the process group's own timeout, implies
+fresh); ``may_die=(1,)``: these ranks may end the process, their result is None (implies fresh);
+``environment={...}``: variables that are read when the process group is made (implies fresh).
 
 **What a body finds.** One CPU thread; seeds at 0; the default process group over Gloo with
 ``world_size`` ranks, and the environment that torchrun gives (``RANK``, ``LOCAL_RANK``,

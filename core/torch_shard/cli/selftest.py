@@ -80,6 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout must be a positive number of seconds, not {arguments.timeout}.")
     session = Session(setting, checked_parts(arguments.only), arguments.case, seconds)
     began = time.monotonic()
+    results: list[Any] = []
+
+    def report() -> Report:
+        return Report(setting, session.environment, results, time.monotonic() - began)
+
     # With disable=None it shows on a terminal only.
     bar = tqdm(total=len(session.cases()), desc="selftest", unit="case", leave=False, disable=None)
     with _ended_by_signals(), bar:
@@ -89,16 +94,21 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update()
 
         session.advance = advance
-        results = session.run()
-    report = Report(setting, session.environment, results, time.monotonic() - began)
+        for part in session.parts:
+            first = not results
+            results += session.run(part)
+            if not arguments.json:  # at once: whoever interrupts the next part sees what this one has found
+                bar.write("\n".join([*([report().title, ""] if first else []), *report().part(part)]))
+                sys.stdout.flush()
+    found = report()
     if session.output:
         print(f"torch-shard: the ranks' last lines in the launch that failed:\n{session.output}\n", file=sys.stderr)
     if arguments.json:
-        print_json(report.plain())
+        print_json(found.plain())
     else:
-        print("\n".join(report.verdict), flush=True)
+        print("\n".join(found.conclusion), flush=True)
     if path is not None:  # last: a full disk should not cost the verdict
-        report.write(path)
+        found.write(path)
         if not arguments.json:
             print(f"report: {path}")
-    return report.exit_code
+    return found.exit_code

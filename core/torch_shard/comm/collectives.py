@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,7 @@ from .one_sided.service import Service
 from .small_collectives import ScalarComm
 from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
-from .work import Channel, OnStream, Pending
+from .work import Channel, OnStream, Pending, lost
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,6 +180,19 @@ class Collectives:
         """Return an event after all work of the reduction stream so far; None if there is no such stream."""
         return None if self.reduce_stream is None else self.streams.record(self.reduce_stream)
 
+    def _begin(self, channel: Channel, what: str, operation: Callable[..., Any], *args: Any) -> Any:
+        """Count a collective, begin it on the group of `channel`, and return the backend's work.
+
+        Raises:
+            DivergenceError: see :meth:`.work.Channel.count`.
+            MissingRankError: the backend knows that another rank has ended. NCCL says so in the call, if it sends by network.
+        """
+        channel.count()
+        try:
+            return operation(channel.group, *args)
+        except dist.DistBackendError as error:
+            raise lost(self.world_rank, what, error) from error
+
     def _track(self, channel: Channel, what: str, work: Any, stream: Any, buffers: Any) -> Pending:
         """Return what waits for a collective, which reads and writes `buffers`; `stream` is the one it runs on, if any."""
         event = None
@@ -226,9 +239,9 @@ class Collectives:
         """
         channel = self.gather_channel
         assert channel is not None
-        channel.count()
         self.bytes_sent += sum((self.size - 1) * shard.numel() * shard.element_size() for shard in sent)
-        work = process_group_ops.all_gather_coalesced(channel.group, full, sent, self.gather_stream is not None)
+        on_stream = self.gather_stream is not None
+        work = self._begin(channel, what, process_group_ops.all_gather_coalesced, full, sent, on_stream)
         return self._track(channel, what, work, self.gather_stream, full)
 
     def secondary_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -246,20 +259,21 @@ class Collectives:
     def _gather(
         self, channel: Channel, full: torch.Tensor, sent: torch.Tensor, what: str, slots: Sequence[torch.Tensor] = ()
     ) -> Pending:
-        channel.count()
         ranks = len(channel.members)
         self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
+            channel.count()
             return Pending(self.watchdog, channel, channel.issued, what, None)
         if self._sends_bytes and ranks <= _BROADCASTS:
             slots = slots or full.view(torch.uint8).view(ranks, -1).unbind(0)
             own = slots[channel.members.index(self.world_rank)]
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
+            channel.count()
             work: Any = _Works([process_group_ops.broadcast(channel.group, slot, i) for i, slot in enumerate(slots)])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
-            work = process_group_ops.all_gather(channel.group, into, sent, self.gather_stream is not None)
+            work = self._begin(channel, what, process_group_ops.all_gather, into, sent, self.gather_stream is not None)
         return self._track(channel, what, work, self.gather_stream, full)
 
     # -- gradients ----------------------------------------------------------------------------------------------
@@ -324,17 +338,15 @@ class Collectives:
             if self.size == 1:  # replicated parameters
                 summed = self.all_reduce(channel, grad, what, self.reduce_stream, mean)
                 return Reduction(self, grad, grad, summed, begun, streams)
-            channel.count()
             self.bytes_sent += nbytes * (self.size - 1) // self.size
             if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
                 received = self.take(grad.numel(), grad.dtype)
-                work = process_group_ops.all_to_all(channel.group, received, grad)
+                work = self._begin(channel, what, process_group_ops.all_to_all, received, grad)
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
-                work = process_group_ops.reduce_scatter(
-                    channel.group, received, grad, self.reduce_stream is not None, mean
-                )
+                on_stream = self.reduce_stream is not None
+                work = self._begin(channel, what, process_group_ops.reduce_scatter, received, grad, on_stream, mean)
             pending = self._track(channel, what, work, self.reduce_stream, (grad, received))
             inter_replica = f"{what}, between replicas"
             if self.replica_channel is not None and self.reduce_stream is not None:
@@ -349,12 +361,11 @@ class Collectives:
         self, channel: Channel, tensor: torch.Tensor, what: str, stream: Any = None, mean: bool = False
     ) -> Pending:
         """Begin to sum `tensor` over replicas, or take the `mean`, in place. Collective; `stream` is the current one, if any."""
-        channel.count()
         nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
         sent = 2 * nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
         self.bytes_sent_across += sent
-        work = process_group_ops.all_reduce(channel.group, tensor, stream is not None, mean)
+        work = self._begin(channel, what, process_group_ops.all_reduce, tensor, stream is not None, mean)
         return self._track(channel, what, work, stream, tensor)
 
     def all_reduce_between_replicas(self, own: torch.Tensor, what: str, mean: bool = False) -> Pending:
@@ -392,14 +403,15 @@ class Collectives:
         """
         channel = self.reduce_channel
         assert channel is not None
-        channel.count()
         self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
         if self.backend == "fake":  # no other rank exists: zeros stand for the parts of the others
+            channel.count()
             received.zero_()
             return Pending(self.watchdog, channel, channel.issued, what, None)
         with self._on(self.reduce_stream):
             on_stream = self.reduce_stream is not None
-            work = process_group_ops.all_to_all(channel.group, received, sent, (received_sizes, sent_sizes), on_stream)
+            sizes = received_sizes, sent_sizes
+            work = self._begin(channel, what, process_group_ops.all_to_all, received, sent, sizes, on_stream)
             return self._track(channel, what, work, self.reduce_stream, (sent, received))
 
     # -- from one rank to others --------------------------------------------------------------------------------

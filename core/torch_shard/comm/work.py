@@ -231,22 +231,30 @@ def _ends(work: Any, within: timedelta) -> bool:
     return True
 
 
+def lost(rank: int, what: str, error: Exception) -> MissingRankError:
+    """Return the error for a collective that the backend has ended because it can't reach another rank."""
+    reason = str(error).partition("\n")[0]  # NCCL's goes on with what each of its threads was doing
+    return MissingRankError(
+        f"rank {rank}: {what} failed at {caller_line()}: another rank has probably died; see its log. ({reason})"
+    )
+
+
 def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     """Return True when `work` is done, and False if it still runs after `seconds`.
 
     Raises:
         MissingRankError: the collective failed.
     """
-    if pending.watchdog.on_streams and pending.channel.purpose not in ("control", "message", "host barrier"):
-        # NCCL's own wait with a limit aborts the communicator when the limit is reached.
-        deadline = time.monotonic() + seconds
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL)
-        work.wait()
-        return True
     try:
+        if pending.watchdog.on_streams and pending.channel.purpose not in ("control", "message", "host barrier"):
+            # NCCL's own wait with a limit aborts the communicator when the limit is reached.
+            deadline = time.monotonic() + seconds
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(POLL)
+            work.wait()
+            return True
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError:
@@ -254,7 +262,5 @@ def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
                 return False
             work.wait()  # returns if the collective succeeded just after the time was up, else raises its error again
     except RuntimeError as error:
-        raise MissingRankError(
-            f"rank {rank}: {pending.what} failed at {caller_line()}: another rank has probably died; see its log. ({error})"
-        ) from error
+        raise lost(rank, pending.what, error) from error
     return True

@@ -78,10 +78,11 @@ class Decoder(nn.Module):
 
 
 def make(size: Size, device: torch.device, seed: int = 0, between: Callable[[Tensor], Tensor] | None = None) -> Decoder:
-    """Return a model with the same values for the same seed on every rank and device."""
-    with torch.random.fork_rng(devices=[]):
+    """Return a model with the same values for the same seed on every rank. It is made on `device`, which is fast on a GPU."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        return Decoder(size, between).to(device)
+        return Decoder(size, between)
 
 
 def batch(size: Size, device: torch.device, *number: int) -> tuple[Tensor, Tensor]:

@@ -60,31 +60,42 @@ class Report:
     @property
     def verdict(self) -> list[str]:
         """Lines for people: counts by part, why checks were skipped, the first failure and what to do about it."""
-        lines = [self._title, ""]
-        for part in PARTS:
-            own = [r for r in self.results if r.part == part]
-            counted = [(status, sum(r.status == status for r in own)) for status in ("passed", "failed", "skipped")]
-            if own:
-                lines.append(f"{part:<13}" + ", ".join(f"{count} {status}" for status, count in counted if count))
-                reasons = dict.fromkeys(r.reason for r in own if r.status == "skipped")
-                lines += [f"{'':<13}skipped: {reason}" for reason in reasons]
-                lines += [f"{'':<13}{r.name.partition(': ')[2]}: {_times(r)}" for r in own if "step" in r.figures]
-        failed = [r for r in self.results if r.status == "failed"]
-        if failed:
-            lines += ["", f"first failure  {failed[0].part}: {failed[0].name}", f"  {failed[0].reason}"]
-            lines.append(f"  {_WHAT_TO_DO[failed[0].part]}")
-        counts = self.counts
-        word = {0: "PASSED", 1: "FAILED", 2: "NOTHING WAS CHECKED"}[self.exit_code]
-        numbers = ", ".join(f"{count} {status}" for status, count in counts.items())
-        return [*lines, "", f"{word}: {numbers}, in {self.seconds:.0f} s"]
+        parts = [line for part in PARTS for line in self.part(part)]
+        return [self.title, "", *parts, *self.conclusion]
 
     @property
-    def _title(self) -> str:
+    def title(self) -> str:
+        """The versions and devices, in one line."""
         e, ranks = self.environment, self.setting.ranks
         where = ", ".join(dict.fromkeys(e.get("devices", [self.setting.kind])))
         versions = f"torch-shard-engine {e.get('torch_shard', '?')}, torch {e.get('torch', '?')}"
         libraries = "".join(f", {name.upper()} {e[name]}" for name in ("cuda", "hip", "nccl") if e.get(name))
         return f"{versions}{libraries}; {ranks} rank{'s' * (ranks > 1)} on {self.setting.kind} ({where})"
+
+    def part(self, part: str) -> list[str]:
+        """Return the lines of one part; none if nothing of it was run."""
+        own = [r for r in self.results if r.part == part]
+        if not own:
+            return []
+        counted = [(status, sum(r.status == status for r in own)) for status in ("passed", "failed", "skipped")]
+        reasons = dict.fromkeys(r.reason for r in own if r.status == "skipped")
+        return [
+            f"{part:<13}" + ", ".join(f"{count} {status}" for status, count in counted if count),
+            *[f"{'':<13}skipped: {reason}" for reason in reasons],
+            *[f"{'':<13}{r.name.partition(': ')[2]}: {_times(r)}" for r in own if "step" in r.figures],
+        ]
+
+    @property
+    def conclusion(self) -> list[str]:
+        """Lines behind those of the parts: the first failure, and the counts of all."""
+        lines = []
+        failed = [r for r in self.results if r.status == "failed"]
+        if failed:
+            lines += ["", f"first failure  {failed[0].part}: {failed[0].name}", f"  {failed[0].reason}"]
+            lines.append(f"  {_WHAT_TO_DO[failed[0].part]}")
+        word = {0: "PASSED", 1: "FAILED", 2: "NOTHING WAS CHECKED"}[self.exit_code]
+        numbers = ", ".join(f"{count} {status}" for status, count in self.counts.items())
+        return [*lines, "", f"{word}: {numbers}, in {self.seconds:.0f} s"]
 
     def plain(self) -> dict[str, Any]:
         """Return the report as values that JSON has; infinite and undefined numbers are texts."""

@@ -114,11 +114,8 @@ class Session:
             raise ConfigError(f"--case {self.pattern!r} is the name of no case of these parts; the first are {names}.")
         return chosen
 
-    def run(self) -> list[Result]:
-        """Run all cases, and return their results in the order of the cases."""
-        return [result for part in self.parts for result in self._run_part(part)]
-
-    def _run_part(self, part: str) -> list[Result]:
+    def run(self, part: str) -> list[Result]:
+        """Run the cases of a part, and return their results in the order of the cases."""
         cases = self.cases(part)
         found: dict[str, list[Result]] = {}
         for case in cases:
