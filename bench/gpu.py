@@ -2,12 +2,12 @@
 
     python bench/gpu.py                 all GPUs, a decoder of 1.3B parameters
     python bench/gpu.py --size small    a small one, whose step takes as long as the host needs to give it to the device
-    python bench/gpu.py --ranks 2       also where there is one GPU: ranks share it and send through sockets. Kernels can be
+    python bench/gpu.py --ranks 2       also on one GPU: ranks share it and send through sockets. Kernels can be
                                         counted then, but times say nothing
     python bench/gpu.py --smoke         a tiny model on the CPU, to try the script
 
-    python bench/gpu.py --ranks 2       also on one GPU: ranks share it and send through sockets. Kernels can be
-                                        counted then, but times say nothing
+All engines live in the same processes and take turns. Computation is in bf16, gradients are summed in fp32, parameters and AdamW's
+state are fp32; the plain model and DDP run under autocast. All have torch's fused AdamW.
 """
 
 from __future__ import annotations
