@@ -6,8 +6,8 @@
                                         counted then, but times say nothing
     python bench/gpu.py --smoke         a tiny model on the CPU, to try the script
 
-All engines live in the same processes and take turns. Computation is in bf16, gradients are summed in fp32, parameters and AdamW's
-state are fp32; the plain model and DDP run under autocast. All have torch's fused AdamW.
+All engines live in the same processes and take turns. Computation is in bf16, gradients are summed in fp32, parameters and
+AdamW's state are fp32; the plain model and DDP run under autocast. All have torch's fused AdamW.
 """
 
 from __future__ import annotations
