@@ -52,7 +52,7 @@ class Backwards:
         # An output that is a leaf is an input passed through, which backward reaches when it has left the unit.
         found = [t for t in outputs if t.requires_grad and not t.is_leaf]
         use.end = sequence_number()
-        use.saved, use.versions, by_python = unit.references()
+        use.saved, use.versions, by_python = unit.references(use.looks_up)
         if use.saved and forward:
             found += unit.kept_tensors()
         # An in-place operation on a view replaces its node, and the hook with it; the base's node stays.

@@ -58,7 +58,7 @@ class Forwards:
         """Begin the forward of `module`, which triggers `unit`. Collective."""
         if self._entered:
             self.leave_interrupted()
-        runtime, use = self.runtime, Use(unit, sequence_number())
+        runtime, use = self.runtime, Use(unit, sequence_number(), module)
         if unit.is_summoned:
             self._entered.append(_Entered(unit, use, True, forward_frame()))
             return

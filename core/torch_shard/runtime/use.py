@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ..errors import UnitStateError
 
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
 class Use:
     """One forward of a unit, to which backward will come: the sequence numbers of its nodes, and what autograd saved."""
 
-    __slots__ = ("__weakref__", "end", "saved", "start", "task", "unit", "versions")
+    __slots__ = ("__weakref__", "end", "looks_up", "saved", "start", "task", "unit", "versions")
 
-    def __init__(self, unit: Unit, start: int) -> None:
+    def __init__(self, unit: Unit, start: int, module: nn.Module | None = None) -> None:
+        """Begin a use. `module`: the one whose forward it is; None for an operation on parameters."""
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
+        self.looks_up = type(module) is nn.Embedding  # whose backward needs the indices, and not the weight
         # The parameters that autograd has saved: number of the flat buffer, index, version.
         self.versions: list[tuple[int, int, int]] = []
 

@@ -174,17 +174,22 @@ class Unit:
             flat.mirror()
         return flat.unsharded_params[index]
 
-    def references(self) -> tuple[bool, list[tuple[int, int, int]], bool]:
+    def references(self, looks_up: bool = False) -> tuple[bool, list[tuple[int, int, int]], bool]:
         """Return who refers to the unsharded parameters beside the engine.
+
+        Args:
+            looks_up: they were used by an embedding alone, which keeps nothing that shares their memory but the parameters.
 
         Returns:
             True if anyone does; the parameters that autograd has saved, as (number of the flat buffer, index, version);
             True if a Python object may hold an unsharded parameter (`self.kept = self.weight`).
         """
-        # All ranks must come to the same first answer: where use counts don't tell, the answer is always yes. The other
-        # two answers concern this rank alone. No count is ever too low; where the counts to compare with may be too high, a
-        # Python object may hold any unsharded parameter.
-        anyone, by_python = not self.collectives.knows_references, not self.collectives.counts_references
+        # All ranks must come to the same first answer: where use counts of memory don't tell, the answer is always yes, except of
+        # an embedding, for which those of the parameters do. The other two answers concern this rank alone. No count is ever too
+        # low; where the counts to compare with may be too high, a Python object may hold any unsharded parameter.
+        c = self.collectives
+        by_python = not c.counts_references
+        anyone = by_python or not (c.knows_references or looks_up)
         # DTensor's own collectives may keep references for a while.
         anyone |= any(flat.distributed for flat in self.flats)
         # Under hooks autograd saves what these make of a tensor. Backward may get the parameter itself back from them: what a
@@ -194,7 +199,7 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():
             for number, flat in enumerate(self.flats):
                 held, versions, python = flat.references()
-                anyone |= held
+                anyone |= held if c.knows_references else bool(versions) or python
                 by_python |= python
                 saved += [(number, i, version) for i, version in versions]
         return anyone, saved, by_python
