@@ -377,15 +377,15 @@ def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:
 
     Raises:
         ConfigError: a communication hook reduces the gradients.
-        ShardError: reductions are deferred, of gradients that are divided already.
+        ShardError: reductions are deferred, of gradients that may be divided already.
     """
     gradients = [flat.gradients for unit in units_of(engine._runtime, own_params(module)) for flat in unit.flats]
     if any(g.hook is not None for g in gradients):
         raise ConfigError("set_gradient_divide_factor: a communication hook is registered, and divides by itself.")
     if any(g.waits for g in gradients):
         raise ShardError(
-            f"rank {engine.rank}: set_gradient_divide_factor while gradients wait for their reduction, divided already; set it "
-            "before the first backward, or after one that reduces."
+            f"rank {engine.rank}: set_gradient_divide_factor while gradients wait for their reduction, which may be divided "
+            "already; set it before the first backward, or after one that reduces."
         )
     for g in gradients:
         g.divide_by(divisor)
