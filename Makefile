@@ -110,6 +110,7 @@ bench: $(STAMP)
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short
 	$(RUN) bench/offload.py --smoke
+	$(RUN) bench/gpu.py --smoke
 
 # One row, with the reasons: make compare ARGS="--only encode --reasons"
 compare: $(STAMP)

@@ -57,13 +57,10 @@ def start(rank: int, args: argparse.Namespace, folder: str) -> Ranks:
     """Join the process group of this run."""
     warnings.filterwarnings("ignore")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
-    kind = "cpu" if args.smoke else "cuda"
-    count = 1 if args.smoke else torch.cuda.device_count()
-    os.environ["LOCAL_RANK"] = str(rank % count)
-    if count < args.ranks and not args.smoke:
-        # NCCL refuses two ranks of one host on one GPU, so that each calls itself a host of its own.
-        os.environ.update(NCCL_HOSTID=f"rank {rank}", NCCL_SOCKET_IFNAME="lo")
-    return Ranks(kind)
+    os.environ["LOCAL_RANK"] = str(rank)
+    if args.smoke:
+        return Ranks("cpu")
+    return Ranks("cuda", shares=torch.cuda.device_count() < args.ranks)
 
 
 def make_runner(name: str, size: Size, ranks: Ranks) -> Runner:

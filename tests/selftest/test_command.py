@@ -16,6 +16,8 @@ import pytest
 from tests.support.run_python import run_python
 from torch_shard.cli import main
 from torch_shard.selftest import devices
+from torch_shard.selftest.cases import cases_of
+from torch_shard.selftest.session import checked_setting
 
 # What the interpreter of each rank runs first: the engine of a self-test, spoiled.
 SPOILED = """
@@ -145,6 +147,7 @@ def test_where_everything_is_skipped_nothing_has_passed(capsys):
     ("words", "said"),
     [
         ("--device cuda", "torch sees no GPU here"),
+        ("--share-gpus", "--share-gpus: the ranks run on the CPU"),
         ("--ranks 0", "--ranks must be 1 or more, not 0"),
         ("--only memory,spead", "--only: 'spead' is not a part; the parts are correctness,"),
         ("--case full", "--case 'full' is the name of no case"),
@@ -167,7 +170,16 @@ def test_bad_input_is_one_line_and_exit_code_2(words, said, capsys, monkeypatch)
 def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(devices, "count", lambda: 1)
     assert main(["selftest", "--ranks", "2"]) == 2
-    assert "--ranks 2: each rank needs a GPU of its own, and torch sees 1." in capsys.readouterr().err
+    assert "--ranks 2: each rank needs a GPU of its own, and torch sees 1. Use" in capsys.readouterr().err
+
+
+def test_ranks_that_share_a_gpu_are_not_timed(monkeypatch):
+    monkeypatch.setattr(devices, "count", lambda: 1)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    setting = checked_setting("cuda", 4, True, None, shares=True)
+    assert setting.shares and all(case.skip for part in ("speed", "offload") for case in cases_of(part, setting))
+    assert not any(case.skip for case in cases_of("memory", setting))
+    assert not checked_setting("cuda", 1, True, None, shares=True).shares
 
 
 def test_a_torch_without_nccl_is_refused_for_gpus(capsys, monkeypatch):

@@ -33,6 +33,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="default: one for each GPU, or two on the CPU")
     parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="let ranks share GPUs if there are too few; nothing is timed then",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="small models and few rounds: about two minutes on two CPU cores"
     )
     parser.add_argument("--only", metavar="PARTS", help="some of: correctness,streams,memory,speed,offload")
@@ -73,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.tests:
         return run_gpu_tests()
-    setting = checked_setting(arguments.device, arguments.ranks, arguments.quick, arguments.peak_tflops)
+    setting = checked_setting(
+        arguments.device, arguments.ranks, arguments.quick, arguments.peak_tflops, arguments.share_gpus
+    )
     path = None if arguments.report is None else check_path(arguments.report)
     seconds = (600.0 if arguments.quick else 1800.0) if arguments.timeout is None else arguments.timeout
     if not seconds > 0:

@@ -25,6 +25,7 @@ class Setting:
         quick: whether models are small, and rounds are few.
         peak_tflops: the user's number for a device's peak, in TFLOP/s.
         no_sanitizer: why torch's CUDA sanitizer can't be used here; empty if it can be.
+        shares: whether several ranks use one GPU.
     """
 
     kind: str
@@ -32,6 +33,12 @@ class Setting:
     quick: bool = False
     peak_tflops: float | None = None
     no_sanitizer: str = ""
+    shares: bool = False
+
+    @property
+    def untimed(self) -> str:
+        """Why step times would say nothing; empty if they do."""
+        return "ranks share a GPU, so that times say nothing" if self.shares else ""
 
 
 @dataclass(frozen=True)

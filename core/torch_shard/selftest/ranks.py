@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from ..comm.streams import streams_of
-from .devices import make_current
+from .devices import count, make_current
 
 __all__ = ["PATIENCE", "Ranks"]
 
@@ -26,7 +26,8 @@ class Ranks:
     """The ranks that ``torch.distributed.run`` has started. Making it is collective.
 
     Args:
-        kind: ``"cpu"``, over Gloo, or ``"cuda"``, over NCCL with one GPU for each rank.
+        kind: ``"cpu"``, over Gloo, or ``"cuda"``, over NCCL.
+        shares: whether ranks share GPUs; else each has one of its own.
 
     Attributes:
         rank: this rank.
@@ -34,11 +35,15 @@ class Ranks:
         device: the device of this rank.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, shares: bool = False) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device("cpu")
+        self.device = torch.device(kind)
         if kind != "cpu":
+            self.device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % count())
             make_current(self.device)
+        if shares:
+            # NCCL refuses two ranks of one host on one GPU, so that each calls itself a host of its own. They send by sockets.
+            os.environ.update(NCCL_HOSTID=f"rank {self.rank}", NCCL_SOCKET_IFNAME="lo")
         self._store, _, _ = next(rendezvous("env://"))
         dist.init_process_group(
             "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",

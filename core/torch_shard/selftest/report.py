@@ -70,7 +70,8 @@ class Report:
         where = ", ".join(dict.fromkeys(e.get("devices", [self.setting.kind])))
         versions = f"torch-shard-engine {e.get('torch_shard', '?')}, torch {e.get('torch', '?')}"
         libraries = "".join(f", {name.upper()} {e[name]}" for name in ("cuda", "hip", "nccl") if e.get(name))
-        return f"{versions}{libraries}; {ranks} rank{'s' * (ranks > 1)} on {self.setting.kind} ({where})"
+        which = ", which they share" if self.setting.shares else ""
+        return f"{versions}{libraries}; {ranks} rank{'s' * (ranks > 1)} on {self.setting.kind} ({where}{which})"
 
     def part(self, part: str) -> list[str]:
         """Return the lines of one part; none if nothing of it was run."""

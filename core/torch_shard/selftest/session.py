@@ -32,7 +32,9 @@ ATTEMPTS = 4  # launches of a part that end with an error before the cases that 
 _GRACE = 45.0  # seconds that torch's launcher gets to end the ranks, which takes it 30 at most
 
 
-def checked_setting(kind: str, ranks: int | None, quick: bool, peak_tflops: float | None) -> Setting:
+def checked_setting(
+    kind: str, ranks: int | None, quick: bool, peak_tflops: float | None, shares: bool = False
+) -> Setting:
     """Return the setting for a choice of devices and ranks. This does not initialise any device.
 
     Args:
@@ -40,6 +42,7 @@ def checked_setting(kind: str, ranks: int | None, quick: bool, peak_tflops: floa
         ranks: the number of ranks; None for all GPUs, or two on the CPU.
         quick: choose small models and few rounds.
         peak_tflops: the device's peak, in TFLOP/s.
+        shares: let ranks share GPUs if there are too few.
 
     Raises:
         ConfigError: the devices or ranks asked for are not there.
@@ -52,16 +55,20 @@ def checked_setting(kind: str, ranks: int | None, quick: bool, peak_tflops: floa
     ranks = (there if kind == "cuda" else 2) if ranks is None else ranks
     if ranks < 1:
         raise ConfigError(f"--ranks must be 1 or more, not {ranks}.")
-    if kind == "cuda" and ranks > there:
+    if shares and kind == "cpu":
+        raise ConfigError("--share-gpus: the ranks run on the CPU.")
+    shares = shares and ranks > there
+    if kind == "cuda" and ranks > there and not shares:
         raise ConfigError(
-            f"--ranks {ranks}: each rank needs a GPU of its own, and torch sees {there}. Use fewer ranks."
+            f"--ranks {ranks}: each rank needs a GPU of its own, and torch sees {there}. Use fewer ranks, or --share-gpus."
         )
     if kind == "cuda" and not torch.distributed.is_nccl_available():
         raise UnavailableError("this build of torch has no NCCL, over which GPUs communicate; use --device cpu.")
     if peak_tflops is not None and not 0 < peak_tflops < float("inf"):
         raise ConfigError(f"--peak-tflops must be a positive number, not {peak_tflops}.")
     sanitizer = importlib.util.find_spec("torch.cuda._sanitizer")
-    return Setting(kind, ranks, quick, peak_tflops, "" if sanitizer else "this torch has no CUDA sanitizer")
+    why_not = "" if sanitizer else "this torch has no CUDA sanitizer"
+    return Setting(kind, ranks, quick, peak_tflops, why_not, shares)
 
 
 def checked_parts(text: str | None) -> tuple[str, ...]:

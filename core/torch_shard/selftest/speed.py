@@ -48,12 +48,12 @@ _CPU_SIZES = {
 
 def speed_cases(setting: Setting) -> list[Case]:
     """Return the one case of the part."""
-    return [Case("speed", "a step beside DDP and FSDP2", _beside_peers)]
+    return [Case("speed", "a step beside DDP and FSDP2", _beside_peers, setting.untimed)]
 
 
 def offload_cases(setting: Setting) -> list[Case]:
     """Return the one case of the part."""
-    return [Case("offload", "a step with and without offload", _with_offload)]
+    return [Case("offload", "a step with and without offload", _with_offload, setting.untimed)]
 
 
 @dataclass

@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     """Run the job's cases until one raises on any rank; then end, since the ranks no longer agree on what comes next."""
     job = json.loads((folder / JOB).read_text())
     setting = Setting(**job["setting"])
-    ranks = Ranks(setting.kind)
+    ranks = Ranks(setting.kind, setting.shares)
     context = Context(ranks, setting, folder)
     names = ranks.gather(name_of(ranks.device))
     if ranks.rank == 0:
