@@ -12,9 +12,8 @@ from .changes import changing, has_values_of
 from .dispatch import alias
 from .spec import same_cut, shard_of_full
 from .tensor import ShardTensor
-from .unsharded_param import own_grad, set_own_grad
 
-__all__ = ["HANDLERS", "get_data", "get_grad", "set_data", "set_grad"]
+__all__ = ["HANDLERS", "as_gradient", "get_data", "gradient_holder", "set_data"]
 
 _T: Any = torch.Tensor
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -27,56 +26,38 @@ def _summoned_param(t: Any) -> Any:
     return unit.unsharded_param_of(t) if unit is not None and unit.is_summoned else None
 
 
-def _gradient_holder(param: Any) -> Any:
+def gradient_holder(unit: Any, param: Any) -> Any:
     """Return the unsharded parameter if that has the gradient, inside ``engine.gathered``; else None.
 
     Then `.grad` is this rank's part of what the ranks have agreed on.
     """
-    ref = param._shard_state.unit_ref  # hot: no call of a property
-    unit = None if ref is None else ref()
-    if unit is not None:
-        if unit.is_summoned and (unsharded := unit.unsharded_param_of(param)).grad is not None:
-            return unsharded
-        if unit.runtime.awaits_votes:
-            unit.runtime.await_votes()
+    if unit.is_summoned and (unsharded := unit.unsharded_param_of(param)).grad is not None:
+        return unsharded
+    if unit.runtime.awaits_votes:
+        unit.runtime.await_votes()
     return None
 
 
-def get_grad(param: ShardTensor) -> Any:
-    """Return ``param.grad``."""
-    unsharded = _gradient_holder(param)
-    if unsharded is not None:
-        return unsharded.grad
-    with _NoTorchFunction():
-        grad = own_grad(param)
-    if grad is None and (unit := param._unit) is not None:
-        unit.runtime.check_grad_reader()
-    return grad
+def as_gradient(value: Any, param: ShardTensor) -> Any:
+    """Return what ``param.grad = value`` assigns: of a full plain tensor a copy of this rank's shard.
 
-
-def set_grad(param: ShardTensor, value: Any) -> None:
-    """Carry out ``param.grad = value``. Not collective.
+    Call it with ``__torch_function__`` disabled.
 
     Raises:
         NeedsGatherError: `value` has another shape or cut.
     """
-    unsharded = _gradient_holder(param)
-    if unsharded is not None:
-        unsharded.grad = value
-        if value is not None:
-            return
+    if not isinstance(value, torch.Tensor):
+        return value  # autograd says what is wrong with it
     spec = param._spec
-    with _NoTorchFunction():
-        if isinstance(value, torch.Tensor):
-            problem = _misfit(param, value)
-            if problem:
-                raise NeedsGatherError(
-                    f"rank {spec.world_rank}: assignment to .grad of the sharded {spec.name}: {problem}. Assign None, a full "
-                    "plain tensor, or a gradient of this very parameter."
-                )
-            if not isinstance(value, ShardTensor):
-                value = ShardTensor._wrap(shard_of_full(value.detach(), spec).to(param.device, copy=True), spec)
-        set_own_grad(param, value)
+    problem = _misfit(param, value)
+    if problem:
+        raise NeedsGatherError(
+            f"rank {spec.world_rank}: assignment to .grad of the sharded {spec.name}: {problem}. Assign None, a full "
+            "plain tensor, or a gradient of this very parameter."
+        )
+    if isinstance(value, ShardTensor):
+        return value
+    return ShardTensor._wrap(shard_of_full(value.detach(), spec).to(param.device, copy=True), spec)
 
 
 def get_data(param: ShardTensor) -> Any:

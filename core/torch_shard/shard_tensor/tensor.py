@@ -86,19 +86,39 @@ class ShardTensor(torch.Tensor):
         return cls._wrap(shard_of_full(full.detach(), spec).clone(), spec)
 
     # -- the gradient and the values ------------------------------------------------------------------------------
-    # Every step reads and clears `.grad`, and a property costs a fraction of `__torch_function__`.
+    # Every step reads and clears each `.grad`: a property costs a fraction of `__torch_function__`, and each call that it makes
+    # counts.
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """The gradient: a ShardTensor, cut alike, or None."""
-        return attributes.get_grad(self)
+        ref = self._shard_state.unit_ref
+        unit: Any = None if ref is None else ref()
+        if unit is not None and (unit.is_summoned or unit.runtime.awaits_votes):
+            unsharded = attributes.gradient_holder(unit, self)
+            if unsharded is not None:
+                return unsharded.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = own_grad(self)
+        if grad is None and unit is not None:
+            unit.runtime.check_grad_reader()
+        return grad
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        attributes.set_grad(self, value)
+        ref = self._shard_state.unit_ref
+        unit: Any = None if ref is None else ref()
+        if unit is not None and (unit.is_summoned or unit.runtime.awaits_votes):
+            unsharded = attributes.gradient_holder(unit, self)
+            if unsharded is not None:
+                unsharded.grad = value
+                if value is not None:
+                    return
+        with torch._C.DisableTorchFunctionSubclass():
+            set_own_grad(self, None if value is None else attributes.as_gradient(value, self))
 
     @grad.deleter
     def grad(self) -> None:
-        attributes.set_grad(self, None)
+        self.grad = None
 
     @property
     def data(self) -> Any:  # type: ignore[override]

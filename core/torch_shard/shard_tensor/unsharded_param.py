@@ -85,9 +85,8 @@ own_grad: Callable[[Any], torch.Tensor | None] = _grad.__get__
 Call it with ``__torch_function__`` disabled for a ShardTensor."""
 
 
-def set_own_grad(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set ``.grad`` as autograd keeps it, past the properties of :class:`UnshardedParam` and ShardTensor."""
-    _grad.__set__(tensor, value)
+set_own_grad: Callable[[Any, torch.Tensor | None], None] = _grad.__set__
+"""Set ``.grad`` as autograd keeps it, past the same properties. Called likewise."""
 
 
 def memory_of(param: torch.Tensor) -> torch.Tensor:

@@ -372,27 +372,25 @@ class GradientBuffer:
                     set_own_grad(param, None)
 
     def _publish(self, results: list[torch.Tensor], touched: list[int]) -> None:
+        """Make the parts of `results` the gradients of the parameters `touched`, or add them to the gradients."""
         for result in results if touched else ():
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
-                self._publish_one(self.params[i], pieces[self._piece_of[i]], result)
+                param: Any = self.params[i]
+                grad = ShardTensor._wrap(pieces[self._piece_of[i]], param._spec)
+                existing = own_grad(param)
+                if existing is None or is_unreduced(existing):
+                    grad._shard_state.flat = result
+                    set_own_grad(param, grad)
+                    continue
+                if self.host is not None:
+                    self.host.pending_writes.wait()
+                existing.add_(grad)
             if self.host is not None:
                 self.host.pending_writes.block_reads(self._present_grads())
         if self.partial:
             self.accumulation.note(touched)
             self.accumulation.partial.update(touched)
-
-    def _publish_one(self, param: Any, local: torch.Tensor, result: torch.Tensor) -> None:
-        """Make `local`, a part of `result`, the gradient of `param`, or add it to the gradient."""
-        grad = ShardTensor._wrap(local, param._spec)
-        existing: Any = own_grad(param)
-        if existing is None or is_unreduced(existing):
-            grad._shard_state.flat = result
-            set_own_grad(param, grad)
-        else:
-            if self.host is not None:
-                self.host.pending_writes.wait()
-            existing.add_(grad)
 
     # -- deferred gradients, between the backwards of no_sync() -----------------------------------------------------
     def show_deferred(self) -> None:

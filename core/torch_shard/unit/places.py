@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ReplacedParameterError
+from ..shard_tensor.state import OWN_ATTRIBUTES
 from ..utils.autograd_private import inside_functional_call
 from .module_params import copy_attributes, rebuild_flat_weights
 
@@ -41,7 +42,8 @@ class Places(list[tuple[nn.Module, str, "FlatBuffer", int]]):
             held: Any = slots.get(attribute)
             if held is param:  # else torch.func.functional_call has put a tensor there for one call
                 slots[attribute] = flat.unsharded_params[index]
-            copy_attributes(param, flat.unsharded_params[index])
+            if not param.__dict__.keys() <= OWN_ATTRIBUTES:
+                copy_attributes(param, flat.unsharded_params[index])
         self._rebuild_rnns()
 
     def put_back(self) -> None:

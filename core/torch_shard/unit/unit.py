@@ -29,6 +29,7 @@ import contextlib
 import copy
 import enum
 import functools
+import operator
 from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -63,9 +64,16 @@ class State(enum.Enum):
     FULL = "full"
     SUMMONED = "summoned"  # inside engine.gathered: the modules hold full parameters outside forwards
 
+    def __init__(self, text: str) -> None:
+        self.is_summoned = text == "summoned"
+
 
 class Unit:
     """Parameters that are unsharded, resharded and reduced together, and the module attributes that hold them."""
+
+    # Asked for each read of a `.grad`. A property that calls Python would cost three times as much.
+    is_summoned: bool = property(operator.attrgetter("state.is_summoned"))  # type: ignore[assignment]
+    """True inside ``engine.gathered`` on ranks that have the values."""
 
     def __init__(self, name: str, index: int, runtime: RuntimePort) -> None:
         """Make a unit of `runtime` without parameters; set-up adds them.
@@ -352,11 +360,6 @@ class Unit:
     def dismiss(self) -> None:
         """Give a SUMMONED unit the state back that it had before :meth:`summon`."""
         self.state = self._state_before_summon
-
-    @property
-    def is_summoned(self) -> bool:
-        """True inside ``engine.gathered`` on ranks that have the values."""
-        return self.state is State.SUMMONED
 
     def _versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
