@@ -82,7 +82,7 @@ def compare(rank: int, args: argparse.Namespace, folder: str) -> None:
     for name in args.engines:
         before = allocated(device)
         runner = make_runner(name, size, ranks)
-        for _ in range(args.warm_up):
+        for _ in range(max(1, args.warm_up)):
             loss = runner.step(data)
         synchronize(device)
         gc.collect()
@@ -100,11 +100,9 @@ def compare(rank: int, args: argparse.Namespace, folder: str) -> None:
     for runner in runners:
         ranks.meet()
         if device.type == "cuda":
-            keep = (
-                Path(args.traces) / f"{args.size}-{args.ranks}-{runner.name}.json.gz"
-                if args.traces and not rank
-                else None
-            )
+            keep = None
+            if args.traces and rank == 0:
+                keep = Path(args.traces) / f"{args.size}-{args.ranks}-{runner.name}.json.gz"
             found[runner.name]["trace"] = traced(runner, data, keep)
     finish(rank, folder, found)
 
@@ -151,7 +149,7 @@ def traced(runner: Runner, data: Any, keep: Path | None, steps: int = 2) -> dict
         "kernels": {kind: kinds[kind] / steps for kind in KINDS},
         "ms": {kind: spent[kind] / steps / 1000 for kind in KINDS},
         "idle": idle,
-        "names": Counter(e.name for e in events).most_common(60),
+        "names": [(name, count / steps) for name, count in Counter(e.name for e in events).most_common(60)],
     }
 
 
@@ -197,7 +195,7 @@ def report(args: argparse.Namespace, found: dict[str, dict[str, Any]], peak: flo
     if args.details:
         for name, own in found.items():
             for kernel, count in own.get("trace", {}).get("names", ()):
-                print(f"{name}: {count / 2:g} {kernel[:150]}")
+                print(f"{name}: {count:g} {kernel[:150]}")
 
 
 def main() -> None:

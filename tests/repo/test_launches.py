@@ -32,3 +32,5 @@ def test_it_counts_what_both_engines_give_a_device_to_do(rank, monkeypatch: pyte
         assert figures["per block: kernels"] > 0 and figures["bytes a parameter element"] > 0
         assert figures["collectives"] == 3, "the block is gathered twice, and its gradients are reduced"
         assert figures["events"] > 0 and figures["waits of streams"] > 0
+    assert figures["per block: kernels"] <= 4 and figures["bytes a parameter element"] <= 8
+    assert figures["per step: messages for which the host waits"] == figures["waits of the host for the device"] == 0

@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.run_python import run_python
 from torch_shard.cli import main
 from torch_shard.selftest import devices
 from torch_shard.selftest.cases import cases_of
 from torch_shard.selftest.session import checked_setting
+from torch_shard.versions import __version__
 
 # What the interpreter of each rank runs first: the engine of a self-test, spoiled.
 SPOILED = """
@@ -126,15 +128,17 @@ def test_all_parts_pass_on_two_ranks(tmp_path):
     check_it_names_nobody(report)
 
 
-def test_an_interrupted_run_has_said_what_the_parts_before_have_found():
-    words = ["selftest", "--device", "cpu", "--quick", "--only", "streams,memory"]
+def test_an_interrupted_run_has_said_what_the_parts_before_have_found(tmp_path):
+    report = tmp_path / "report.html"
+    words = ["selftest", "--device", "cpu", "--quick", "--only", "streams,memory", "--report", str(report)]
     command = [sys.executable, "-m", "torch_shard", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         title, _, streams = (process.stdout.readline() for _ in range(3))
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=100)
-    assert title.startswith("torch-shard-engine") and streams == "streams      6 skipped\n"
+    assert title.startswith(f"torch-shard-engine {__version__}, torch {torch.__version__}; 2 ranks on cpu")
+    assert streams == "streams      6 skipped\n" and "6 skipped" in report.read_text()
     assert process.returncode == 130 and "interrupted" in error
 
 

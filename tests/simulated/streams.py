@@ -89,7 +89,10 @@ class Event:
         if not device.orders():  # nobody asks, and takes the event for passed
             return True
         passed = {"early": True, "late": False, "random": device.random.random() < 0.5}[device.pace]
-        if passed or self._asked > _PATIENCE:
+        if not passed and self._asked > _PATIENCE:
+            self._device.host_waits(site(), self._clock)  # who asks so often waits
+            return True
+        if passed:
             host.join(self._clock)
             return True
         return False

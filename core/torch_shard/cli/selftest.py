@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
         help="let ranks share GPUs if there are too few; nothing is timed then",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small models and few rounds: about two minutes on two CPU cores"
+        "--quick", action="store_true", help="small models and few rounds: about a minute on two CPU cores"
     )
     parser.add_argument("--only", metavar="PARTS", help="some of: correctness,streams,memory,speed,offload")
     parser.add_argument("--case", default="*", metavar="GLOB", help="run the cases whose names match")
@@ -101,12 +101,17 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update()
 
         session.advance = advance
-        for part in session.parts:
-            first = not results
-            results += session.run(part)
-            if not arguments.json:  # at once: whoever interrupts the next part sees what this one has found
-                bar.write("\n".join([*([report().title, ""] if first else []), *report().part(part)]))
-                sys.stdout.flush()
+        try:
+            for part in session.parts:
+                is_first = not results
+                results += session.run(part)
+                if not arguments.json and report().part(part):
+                    bar.write("\n".join([*([report().title, ""] if is_first else []), *report().part(part)]))
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            if path is not None and results:
+                report().write(path)  # of the parts that have ended
+            raise
     found = report()
     if session.output:
         print(f"torch-shard: the ranks' last lines in the launch that failed:\n{session.output}\n", file=sys.stderr)

@@ -22,7 +22,7 @@ from .one_sided.service import Service
 from .small_collectives import ScalarComm
 from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
-from .work import Channel, OnStream, Pending, lost
+from .work import Channel, OnStream, Pending, raise_if_lost
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,8 +190,9 @@ class Collectives:
         channel.count()
         try:
             return operation(channel.group, *args)
-        except dist.DistBackendError as error:
-            raise lost(self.world_rank, what, error) from error
+        except RuntimeError as error:
+            raise_if_lost(channel, self.world_rank, what, error)
+            raise
 
     def _track(self, channel: Channel, what: str, work: Any, stream: Any, buffers: Any) -> Pending:
         """Return what waits for a collective, which reads and writes `buffers`; `stream` is the one it runs on, if any."""

@@ -17,7 +17,7 @@ from .process_groups import ProcessGroups, backend_of, groups_for
 from .small_collectives import ScalarComm
 from .streams import orders_streams
 from .watchdog import Watchdog, blocking
-from .work import Channel
+from .work import Channel, raise_if_lost
 
 __all__ = ["connect"]
 
@@ -111,12 +111,17 @@ def _begin_all(c: Collectives, groups: ProcessGroups) -> None:
     if not fresh:
         return
     # The wait that has a limit: from here on no rank is missing.
-    blocking(watchdog, "message", "the first use of the process groups", dist.all_reduce, torch.zeros(1, device="cpu"))
+    what = "the first use of the process groups"
+    blocking(watchdog, "message", what, dist.all_reduce, torch.zeros(1, device="cpu"))
     for channel in fresh.values():
         if channel.purpose != "control":
             nothing = torch.zeros(1, device=c.device)
             # Hazard: its memory goes back to the current stream, which has to wait for the collective.
-            dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
+            try:
+                dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
+            except RuntimeError as error:
+                raise_if_lost(channel, c.world_rank, what, error)
+                raise
     groups.begun.update(watchdog.channels)
 
 

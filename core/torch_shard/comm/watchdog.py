@@ -20,7 +20,18 @@ import torch.distributed as dist
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..log import ANY_RANK, logger
 from .store_messages import Messages, longest_pause
-from .work import FIRST_STEP, FIRST_TICK, LEAVES, SLOW, TICK, Pending, caller_line, default_store, ends_within
+from .work import (
+    FIRST_STEP,
+    FIRST_TICK,
+    LEAVES,
+    SLOW,
+    TICK,
+    Pending,
+    caller_line,
+    default_store,
+    ends_within,
+    raise_if_lost,
+)
 
 if TYPE_CHECKING:
     from .traffic_statistics import StreamWaits
@@ -295,5 +306,9 @@ def blocking(
     """
     channel = watchdog.channels[name]
     number = channel.count()
-    work = function(*args, group=channel.group, async_op=True, **kwargs)
+    try:
+        work = function(*args, group=channel.group, async_op=True, **kwargs)
+    except RuntimeError as error:
+        raise_if_lost(channel, watchdog.rank, what, error)
+        raise
     Pending(watchdog, channel, number, what, work, ordered=ordered).wait()

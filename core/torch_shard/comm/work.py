@@ -231,12 +231,19 @@ def _ends(work: Any, within: timedelta) -> bool:
     return True
 
 
-def lost(rank: int, what: str, error: Exception) -> MissingRankError:
-    """Return the error for a collective that the backend has ended because it can't reach another rank."""
+def raise_if_lost(channel: Channel, rank: int, what: str, error: RuntimeError) -> None:
+    """Raise a MissingRankError if `error` is a backend's that can't reach another rank, and tell the others; else return."""
     reason = str(error).partition("\n")[0]  # NCCL's goes on with what each of its threads was doing
-    return MissingRankError(
-        f"rank {rank}: {what} failed at {caller_line()}: another rank has probably died; see its log. ({reason})"
-    )
+    if isinstance(error, dist.DistBackendError):  # or the device, or the call, is wrong
+        is_lost = "remote process" in reason
+    else:  # Gloo's have no class of their own; those of devices and memory have one
+        is_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    if is_lost:
+        failure = MissingRankError(
+            f"rank {rank}: {what} failed at {caller_line()}: another rank has probably died; see its log. ({reason})"
+        )
+        channel.groups.abort(rank, failure)
+        raise failure from error
 
 
 def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
@@ -262,5 +269,6 @@ def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
                 return False
             work.wait()  # returns if the collective succeeded just after the time was up, else raises its error again
     except RuntimeError as error:
-        raise lost(rank, pending.what, error) from error
+        raise_if_lost(pending.channel, rank, pending.what, error)
+        raise
     return True

@@ -58,7 +58,7 @@ class Forwards:
         """Begin the forward of `module`, which triggers `unit`. Collective."""
         if self._entered:
             self.leave_interrupted()
-        runtime, use = self.runtime, Use(unit, sequence_number(), module)
+        runtime, use = self.runtime, Use(unit, sequence_number(), _looks_up(module))
         if unit.is_summoned:
             self._entered.append(_Entered(unit, use, True, forward_frame()))
             return
@@ -234,6 +234,14 @@ def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:
             module.register_forward_hook(partial(_exit_unit, runtime, unit), always_call=True)
     root.register_forward_pre_hook(partial(_begin_model, runtime), prepend=True)
     root.register_forward_hook(partial(_finish_model, runtime), always_call=True)
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Return True for torch's embedding without code of the user's, which might keep memory of the weight."""
+    if type(module) is not nn.Embedding or "forward" in module.__dict__:
+        return False
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return all(getattr(hook, "func", None) in _HOOKS for hook in hooks)
 
 
 _HOOKS = (_enter_unit, _exit_unit, _begin_model, _finish_model, note_load, *mixed_precision_hooks.HOOKS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ..errors import UnitStateError
 
@@ -18,10 +17,10 @@ class Use:
 
     __slots__ = ("__weakref__", "end", "looks_up", "saved", "start", "task", "unit", "versions")
 
-    def __init__(self, unit: Unit, start: int, module: nn.Module | None = None) -> None:
-        """Begin a use. `module`: the one whose forward it is; None for an operation on parameters."""
+    def __init__(self, unit: Unit, start: int, looks_up: bool = False) -> None:
+        """Begin a use. `looks_up`: it is that of an embedding, whose backward needs the indices, and not the weight."""
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
-        self.looks_up = type(module) is nn.Embedding  # whose backward needs the indices, and not the weight
+        self.looks_up = looks_up
         # The parameters that autograd has saved: number of the flat buffer, index, version.
         self.versions: list[tuple[int, int, int]] = []
 

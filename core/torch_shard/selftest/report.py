@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
+from ..versions import __version__
 from .context import Setting
 from .plots import plots_of
 from .results import PARTS, Result
@@ -68,7 +71,8 @@ class Report:
         """The versions and devices, in one line."""
         e, ranks = self.environment, self.setting.ranks
         where = ", ".join(dict.fromkeys(e.get("devices", [self.setting.kind])))
-        versions = f"torch-shard-engine {e.get('torch_shard', '?')}, torch {e.get('torch', '?')}"
+        # The ranks have reported nothing where all was skipped.
+        versions = f"torch-shard-engine {e.get('torch_shard', __version__)}, torch {e.get('torch', torch.__version__)}"
         libraries = "".join(f", {name.upper()} {e[name]}" for name in ("cuda", "hip", "nccl") if e.get(name))
         which = ", which they share" if self.setting.shares else ""
         return f"{versions}{libraries}; {ranks} rank{'s' * (ranks > 1)} on {self.setting.kind} ({where}{which})"

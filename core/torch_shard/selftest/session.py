@@ -190,7 +190,7 @@ class Session:
         command = [sys.executable, "-m", "torch_shard.selftest.launcher", str(folder), str(self.setting.ranks)]
         # A cluster's settings for torchrun (PET_*) are for programs that run on all its machines.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-        threads = max(1, torch.get_num_threads() // self.setting.ranks)  # which update what is offloaded
+        threads = max(1, len(os.sched_getaffinity(0)) // self.setting.ranks)  # which update what is offloaded
         variables = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", **inherited}
         if cases[0].sanitized:
             variables["TORCH_CUDA_SANITIZER"] = "1"

@@ -152,7 +152,7 @@ def _with_offload(context: Context, case: Case) -> list[Result]:
 def build(
     name: str, size: Size, ranks: Ranks, low: torch.dtype | None, kind: str = "", offload: Offload | None = None
 ) -> Runner:
-    """Put the model under an engine as its documentation says. Collective. All get torch's fused AdamW on a GPU.
+    """Put the model under an engine as its documentation says. Collective. On a GPU all but offload get torch's fused AdamW.
 
     Args:
         name: of the runner.

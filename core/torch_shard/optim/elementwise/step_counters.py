@@ -1,8 +1,8 @@
 """The 0-dim state of parameters that are stepped together: mostly ``step``.
 
 The optimizer steps the counter of a run's first piece. Each parameter of the run has a counter of its own in the user's
-state, which follows that one. These followers lie side by side in memory, so that one copy brings all of them up to date, and
-one look shows whether they still agree. Version counters would not show that: an edit through ``.data`` or NumPy moves none.
+state, which follows that one. The followers of all runs lie side by side in memory, so that two kernels bring them up to date,
+and one look shows whether they still agree. Version counters would not show that: an edit through ``.data`` or NumPy moves none.
 """
 
 from __future__ import annotations
