@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,9 +94,9 @@ class Memory:
         races: what was found, one text for each pair of places in the code.
     """
 
-    def __init__(self, host: Callable[[], Agent]) -> None:
-        """Make a memory without allocations. `host`: returns the agent of the calling thread."""
-        self._host = host
+    def __init__(self, hosts: Sequence[Agent]) -> None:
+        """Make a memory without allocations. `hosts`: the agents of all threads so far."""
+        self._hosts = hosts
         self._allocations: dict[int, Allocation] = {}  # by the address of the storage's C++ object
         self._pools: dict[Agent, dict[Agent, Access]] = {}  # by owner: of each agent the latest access
         self.races: dict[tuple[str, str], str] = {}
@@ -146,8 +146,10 @@ class Memory:
             if any(access.before(stream) for stream in allocation.recorded):
                 continue  # the allocator records an event on each of these streams now, and gives the memory away behind it
             latest = pool.get(access.agent)
-            # What the host has waited for has ended when it frees the memory.
-            if not access.before(self._host()) and (latest is None or latest.epoch < access.epoch):
+            # What a thread of the host has waited for has ended, whichever thread frees the memory.
+            if any(map(access.before, self._hosts)):
+                continue
+            if latest is None or latest.epoch < access.epoch:
                 pool[access.agent] = access
 
     # -- accesses -------------------------------------------------------------------------------------------------

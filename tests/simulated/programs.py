@@ -74,6 +74,7 @@ class Scenario:
         step: runs forward and backward once, and returns the loss.
         parallelized: makes a model tensor-parallel; returns the dimension of its mesh over which it is sharded.
         own_streams: the backend runs each collective on a stream of its own, whatever it is asked for, as older ones do.
+        in_backward: the optimizer steps in backward.
         parts: the modules that are sharded, each with an engine of its own. The first of these is given to `step`.
     """
 
@@ -85,6 +86,7 @@ class Scenario:
     own_streams: bool = False
     parallelized: Callable[[nn.Module], Any] | None = None
     accumulate: int = 1
+    in_backward: bool = False
     clip: bool = False
     steps: int = 5
     evaluate: bool = False
@@ -104,6 +106,8 @@ class Scenario:
             engines = [torch_shard.shard(part, torch_shard.ShardConfig(**self.config), mesh=over) for part in parts]
             engine = engines[0]
             optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            if self.in_backward:
+                engine.step_in_backward(optimizer)
             loss = torch.zeros(())
             for number in range(self.steps):
                 if number == self.steps - 2:

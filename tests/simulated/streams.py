@@ -122,6 +122,7 @@ class SimulatedStreams(Streams):
         events: how often an event was recorded.
         sites: the calls of the engine that have ordered something, each with the number of times.
         dropped: calls that order nothing, as if they were not there.
+        hosts: the agents of the host's threads so far.
         modes: makes the modes in which a thread's operations are seen.
     """
 
@@ -135,6 +136,7 @@ class SimulatedStreams(Streams):
         self.sites: dict[Site, int] = {}
         self.dropped = set(dropped)
         self.modes: Callable[[], Iterable[Any]] = tuple
+        self.hosts: list[Agent] = []
         self._threads = threading.local()
         self._made: list[Agent] = []
         self.default = self.add(Stream("the default stream", self))
@@ -145,6 +147,7 @@ class SimulatedStreams(Streams):
         found = getattr(self._threads, "host", None)
         if found is None:
             found = self._threads.host = Agent(f"host thread {threading.current_thread().name}")
+            self.hosts.append(found)
         return found  # type: ignore[no-any-return]
 
     def current(self) -> Any:
