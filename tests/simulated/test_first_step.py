@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import torch_shard
 from tests.simulated.modes import ACCELERATOR
+from tests.simulated.process_group import BACKEND, SimulatedGroup
 from tests.simulated.programs import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
 from tests.support.ranks import ranks
 from torch_shard.errors import MissingRankError
+
+
+@ranks(2)
+def test_communicators_come_to_life_in_shard_all_in_one_order(rank):
+    """NCCL makes them in the first collective of each group, and waits there for the other ranks without a limit."""
+    made, begun = [], []
+    init, run = SimulatedGroup.__init__, SimulatedGroup._run
+
+    def making(self: SimulatedGroup, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    def running(self: SimulatedGroup, *args: Any) -> Any:
+        begun.append(made.index(self))
+        return run(self, *args)
+
+    over = group()
+    with simulated("early"):
+        with ACCELERATOR:
+            model = Model()
+        with mock.patch.object(SimulatedGroup, "__init__", making), mock.patch.object(SimulatedGroup, "_run", running):
+            engine = torch_shard.shard(model, mesh=over)
+        channels = engine._runtime.collectives.watchdog.channels
+        # Gathers and reductions don't make hosts connect to each other, too.
+        assert {dist.get_backend(channels[name].group) for name in ("all-gather", "reduce")} == {BACKEND}
+        orders: list[Any] = [None, None]
+        dist.all_gather_object(orders, list(dict.fromkeys(begun)))
+    assert len(made) >= 3 and sorted(orders[0]) == list(range(len(made))) and orders[0] == orders[1]
 
 
 @ranks(2)
