@@ -190,7 +190,7 @@ class Collectives:
         channel.count()
         try:
             return operation(channel.group, *args)
-        except RuntimeError as error:
+        except dist.DistBackendError as error:
             raise_if_lost(channel, self.world_rank, what, error)
             raise
 

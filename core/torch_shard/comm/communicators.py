@@ -119,7 +119,7 @@ def _begin_all(c: Collectives, groups: ProcessGroups) -> None:
             # Hazard: its memory goes back to the current stream, which has to wait for the collective.
             try:
                 dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
-            except RuntimeError as error:
+            except dist.DistBackendError as error:
                 raise_if_lost(channel, c.world_rank, what, error)
                 raise
     groups.begun.update(watchdog.channels)

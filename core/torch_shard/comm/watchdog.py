@@ -308,7 +308,7 @@ def blocking(
     number = channel.count()
     try:
         work = function(*args, group=channel.group, async_op=True, **kwargs)
-    except RuntimeError as error:
+    except dist.DistBackendError as error:
         raise_if_lost(channel, watchdog.rank, what, error)
         raise
     Pending(watchdog, channel, number, what, work, ordered=ordered).wait()
