@@ -133,6 +133,15 @@ HYBRID = {
 } | {
     "secondary shards": Scenario(config={"reshard_after_forward": 2}),
     "hybrid_shard, quantized": Scenario(config={"strategy": "hybrid_shard", "shard_size": 2, "quantized": INT8}),
+    "hybrid_shard, offload": Scenario(config={"strategy": "hybrid_shard", "shard_size": 2, "offload": "cpu"}),
+    "hybrid_shard, offload in bf16, checkpointed, accumulated": Scenario(
+        config={"strategy": "hybrid_shard", "shard_size": 2, "offload": "cpu", "precision": BF16},
+        model=functools.partial(Model, checkpointed=False),
+        accumulate=2,
+    ),
+    "hybrid_shard, step in backward": Scenario(
+        in_backward=True, config={"strategy": "hybrid_shard", "shard_size": 2, "precision": BF16}
+    ),
     "tensor parallel": Scenario(parallelized=steps.tensor_parallel),
     "tensor parallel, bf16, accumulated": Scenario(
         parallelized=steps.tensor_parallel, config={"precision": BF16}, accumulate=2
@@ -166,29 +175,43 @@ ALONE = {
     "offload, another stream": Scenario(step=steps.on_another_stream, config={"offload": "cpu"}),
 }
 
-OFFLOADED = {
-    f"offload of {what}, {precision}{', accumulated' if accumulate > 1 else ''}": Scenario(
-        config={"offload": OFFLOADS[what], "precision": PRECISIONS[precision]}, accumulate=accumulate, clip=True
-    )
-    for what in OFFLOADS
-    for precision in ("fp32", "bf16 summed in fp32")
-    for accumulate in (1, 2)
-} | {
-    "offload, closed": Scenario(config={"offload": "cpu"}, close=True),
-    "offload, quantized": Scenario(config={"offload": "cpu", "quantized": INT8}),
-    "offload, two engines": Scenario(model=steps.Pair, parts=("left", "right"), config={"offload": "cpu"}),
-    "offload, clipped by value": Scenario(step=steps.clipped_by_value, config={"offload": "cpu"}),
-    "offload, edited": Scenario(step=steps.edited, config={"offload": "cpu"}),
-    "offload of many units": Scenario(
-        model=functools.partial(Model, blocks=8), config={"offload": "cpu", "precision": BF16}, accumulate=2
-    ),
-    "offload, scaled loss": Scenario(step=steps.scaled, config={"offload": "cpu"}),
-    "state on disk": Scenario(config={"offload": torch_shard.Offload(nvme=DISK)}, clip=True),
-    "state and parameters on disk": Scenario(
-        config={"offload": torch_shard.Offload(nvme=DISK, nvme_params=True), "precision": BF16}, clip=True, accumulate=2
-    ),
-    "offload, state dicts": Scenario(config={"offload": "cpu"}, step=steps.saved),
-}
+OFFLOADED = (
+    {
+        f"offload of {what}, {precision}{', accumulated' if accumulate > 1 else ''}": Scenario(
+            config={"offload": OFFLOADS[what], "precision": PRECISIONS[precision]}, accumulate=accumulate, clip=True
+        )
+        for what in OFFLOADS
+        for precision in ("fp32", "bf16 summed in fp32")
+        for accumulate in (1, 2)
+    }
+    | {
+        f"offload of all, {strategy}, {precision}{checkpointed}": Scenario(
+            config={"offload": "cpu", "strategy": strategy, "precision": PRECISIONS[precision]},
+            model=functools.partial(Model, checkpointed=CHECKPOINTED[checkpointed]),
+        )
+        for strategy in STRATEGIES[1:]
+        for precision in ("fp32", "bf16 summed in fp32")
+        for checkpointed in CHECKPOINTED
+    }
+    | {
+        "offload, closed": Scenario(config={"offload": "cpu"}, close=True),
+        "offload, quantized": Scenario(config={"offload": "cpu", "quantized": INT8}),
+        "offload, two engines": Scenario(model=steps.Pair, parts=("left", "right"), config={"offload": "cpu"}),
+        "offload, clipped by value": Scenario(step=steps.clipped_by_value, config={"offload": "cpu"}),
+        "offload, edited": Scenario(step=steps.edited, config={"offload": "cpu"}),
+        "offload of many units": Scenario(
+            model=functools.partial(Model, blocks=8), config={"offload": "cpu", "precision": BF16}, accumulate=2
+        ),
+        "offload, scaled loss": Scenario(step=steps.scaled, config={"offload": "cpu"}),
+        "state on disk": Scenario(config={"offload": torch_shard.Offload(nvme=DISK)}, clip=True),
+        "state and parameters on disk": Scenario(
+            config={"offload": torch_shard.Offload(nvme=DISK, nvme_params=True), "precision": BF16},
+            clip=True,
+            accumulate=2,
+        ),
+        "offload, state dicts": Scenario(config={"offload": "cpu"}, step=steps.saved),
+    }
+)
 
 SCENARIOS: dict[str, Scenario] = PLAIN | SPECIAL | OFFLOADED
 

@@ -335,7 +335,7 @@ class FlatBuffer:
         if self._edited is not None:
             return self._edited
         if self.quantizer is None:
-            return self.shard.to(self.own.device, self.compute)
+            return self.shard.to(self.compute) if self.host is None else torch.empty_like(self.own).copy_(self.shard)
         # Quantizing the shard once more would not do: one edited element changes the codes of its block.
         assert self._sent is not None
         values = torch.empty_like(self.own)
