@@ -335,7 +335,9 @@ class FlatBuffer:
         if self._edited is not None:
             return self._edited
         if self.quantizer is None:
-            return self.shard.to(self.compute) if self.host is None else torch.empty_like(self.own).copy_(self.shard)
+            if self.host is not None and self.collectives.streams.exist:
+                return torch.empty_like(self.own).copy_(self.shard)
+            return self.shard.to(self.compute)
         # Quantizing the shard once more would not do: one edited element changes the codes of its block.
         assert self._sent is not None
         values = torch.empty_like(self.own)
