@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 import torch
+from torch import nn
 
 import torch_shard
 
@@ -54,6 +55,9 @@ SPECIAL = {
     "muon in bf16": Scenario(optimizer=steps.matrices, config={"precision": BF16}),
     "rounded": Scenario(config={"precision": ROUNDED}),
     "quantized": Scenario(config={"quantized": INT8}),
+    "quantized, matrices alone": Scenario(
+        model=steps.without_vectors, config={"quantized": INT8, "units": (nn.Linear,)}
+    ),
     "quantized in bf16": Scenario(config={"quantized": INT8, "precision": BF16}),
     "adapters": Scenario(model=steps.adapters),
     "adapters in bf16": Scenario(model=steps.adapters, config={"precision": BF16}),

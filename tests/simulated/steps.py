@@ -28,7 +28,7 @@ from torch_shard.comm.streams import streams_of
 from torch_shard.fsdp._fully_shard import FSDPModule
 
 from .modes import ACCELERATOR
-from .programs import Block, Model
+from .programs import WIDTH, Block, Model
 
 
 class OffloadedBlock(Block):
@@ -69,6 +69,11 @@ def split(**options: Any) -> nn.Module:
     for block in model.blocks:
         block.__class__ = SplitBlock
     return model
+
+
+def without_vectors() -> nn.Module:
+    """A model of matrices alone, which are quantized all."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
 
 
 def adapters() -> nn.Module:

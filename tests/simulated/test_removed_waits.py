@@ -26,9 +26,14 @@ CHOSEN = {
 }
 
 
-def shown(number):
-    """The calls without which a race shows on so many ranks."""
-    return quick([place for place, row in LIST.items() if row.ranks == number], CHOSEN.get(number, []))
+# In processes of their own, since DTensor keeps meshes that are equal to the next ones, and whose groups are gone by then.
+PARALLEL = [name for name, program in PROGRAMS[4].items() if program.parallelized is not None]
+
+
+def shown(number, parallel=False):
+    """The calls without which a race shows on so many ranks, under tensor parallelism or not."""
+    places = [p for p, row in LIST.items() if row.ranks == number and (row.program in PARALLEL) is parallel]
+    return quick(places, CHOSEN.get(number, []))
 
 
 def check(row: Row):
@@ -68,6 +73,12 @@ def test_a_race_shows_without_a_call_between_replicas(rank, place):
     check(LIST[place])
 
 
+@pytest.mark.parametrize("place", shown(4, parallel=True))
+@ranks(4, fresh=True)
+def test_a_race_shows_without_a_call_under_tensor_parallelism(rank, place):
+    check(LIST[place])
+
+
 def check_all_others(program):
     """No other call is reached than the list has, and none shows alone that the list calls kept or ordered twice."""
     for pace in PACES:
@@ -94,7 +105,13 @@ def test_nothing_else_is_needed_in_one_process(rank, name):
     check_all_others(PROGRAMS[1][name])
 
 
-@pytest.mark.parametrize("name", exhaustive(*PROGRAMS[4]))
+@pytest.mark.parametrize("name", exhaustive(*(name for name in PROGRAMS[4] if name not in PARALLEL)))
 @ranks(4, timeout=600)
 def test_nothing_else_is_needed_between_replicas(rank, name):
+    check_all_others(PROGRAMS[4][name])
+
+
+@pytest.mark.parametrize("name", exhaustive(*PARALLEL))
+@ranks(4, timeout=600, fresh=True)
+def test_nothing_else_is_needed_under_tensor_parallelism(rank, name):
     check_all_others(PROGRAMS[4][name])

@@ -519,7 +519,12 @@ def _take_grad(
         return None
     if grads[0] is not None:
         if flat.distributed:
-            unit.runtime.on_grad(unit, flat, index, flat.part_of(grads[0], index))
+            part, streams = flat.part_of(grads[0], index), flat.collectives.streams
+            if streams.exist:
+                # Hazard: the stream that made the gradient would use its memory again while this one still reads it. Autograd
+                # prevents that for plain tensors, but does not see the memory of a DTensor.
+                part.record_stream(streams.current())
+            unit.runtime.on_grad(unit, flat, index, part)
         else:
             unshared = flat.gradients.can_hold and not grads[0].is_sparse and is_unshared(grads)
             unit.runtime.on_grad(unit, flat, index, grads[0], unshared)
