@@ -86,7 +86,9 @@ Call it with ``__torch_function__`` disabled for a ShardTensor."""
 
 
 set_own_grad: Callable[[Any, torch.Tensor | None], None] = _grad.__set__
-"""Set ``.grad`` as autograd keeps it, past the same properties. Called likewise."""
+"""Set ``.grad`` as autograd keeps it, past the properties of :class:`UnshardedParam` and ShardTensor.
+
+Call it with ``__torch_function__`` disabled for a ShardTensor."""
 
 
 def memory_of(param: torch.Tensor) -> torch.Tensor:
