@@ -1,10 +1,11 @@
-"""Runs each node of a backward on the stream of its forward, as autograd does on a device."""
+"""Runs a backward in a thread of its own, and each node on the stream of its forward, as autograd does on a device."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ class Backwards:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Surround a backward: at its end the current stream waits for all of its nodes."""
+        """Surround a backward in the thread that runs it: at its end the current stream waits for all of its nodes."""
         before, self._threads.caller = getattr(self._threads, "caller", None), self._streams.current()
         try:
             yield
@@ -124,6 +125,40 @@ class Backwards:
         for stream in self._used:
             caller.join(stream.clock)
         self._used.clear()
+
+
+class BackwardThread:
+    """Autograd's thread of the device, which runs the backwards of all other threads; used as a context.
+
+    A backward begun in it, as reentrant checkpoints do, runs there at once.
+    """
+
+    def __init__(self, streams: SimulatedStreams, backwards: Backwards) -> None:
+        self._streams, self._backwards = streams, backwards
+        self._pool = ThreadPoolExecutor(1, "autograd", streams.enter_thread)
+        self._thread, self._host = self._pool.submit(lambda: (threading.get_ident(), streams.host())).result()
+
+    def __enter__(self) -> BackwardThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+
+    def run(self, backward: Callable[[], Any]) -> Any:
+        """Run a backward, and return its result. The calling thread waits for it, but not for the device."""
+        if threading.get_ident() == self._thread:
+            with self._backwards.running():
+                return backward()
+        caller = self._streams.host()
+        try:
+            return self._pool.submit(self._run, backward, dict(caller.clock), self._streams.current()).result()
+        finally:
+            caller.join(self._host.clock)
+
+    def _run(self, backward: Callable[[], Any], before: Clock, stream: Agent) -> Any:
+        self._host.join(before)
+        with self._streams.use(stream), self._backwards.running():
+            return backward()
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -18,7 +18,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .autograd import Backwards
+from .autograd import Backwards, BackwardThread
 from .functional import NAMESPACE, FunctionalCollectives
 from .memory import DEVICE, HOST, PINNED, Memory
 from .streams import SimulatedStreams, site
@@ -306,13 +306,11 @@ class Calls(TorchFunctionMode):
 _DEVICE = torch.Tensor.device
 
 
-def run_backward(world_calls: Calls, original: Any) -> Any:
-    """Return autograd's function that runs a backward, in which `world_calls` are seen: torch leaves a mode inside its calls."""
+def run_backward(thread: BackwardThread, original: Any) -> Any:
+    """Return autograd's function that runs a backward, which runs it in `thread`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        modes = contextlib.nullcontext() if torch._C._len_torch_function_stack() else world_calls
-        with modes, world_calls.world.backwards.running():
-            return original(*args, **kwargs)
+        return thread.run(lambda: original(*args, **kwargs))
 
     return run
 

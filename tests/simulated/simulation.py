@@ -17,6 +17,7 @@ from torch_shard.offload import host_buffers, pinned
 from torch_shard.shard_tensor import reductions
 
 from . import process_group
+from .autograd import BackwardThread
 from .host_threads import ordered_tasks
 from .memory import PINNED
 from .modes import ACCELERATOR, Calls, Operations, World, make_wrapper, resizes, run_backward
@@ -76,8 +77,9 @@ def simulated(
         stack.enter_context(_attribute(sys, "unraisablehook", ignored))
         stack.enter_context(ordered_tasks(own.streams))
         own.streams.modes = lambda: (Operations(own), Calls(own))
-        calls = stack.enter_context(Calls(own))
-        run = run_backward(calls, torch.autograd._engine_run_backward)
+        stack.enter_context(Calls(own))
+        thread = stack.enter_context(BackwardThread(own.streams, own.backwards))
+        run = run_backward(thread, torch.autograd._engine_run_backward)
         stack.enter_context(_attribute(torch.autograd, "_engine_run_backward", run))
         stack.enter_context(_attribute(torch.autograd.Variable, "_execution_engine", _Engine(own)))
         yield own
