@@ -16,7 +16,7 @@ from tests.support.ranks import ranks
 from torch_shard import shard
 from torch_shard.comm import process_group_ops
 from torch_shard.comm.communicators import connect
-from torch_shard.errors import SetupError
+from torch_shard.errors import ConfigError, SetupError
 from torch_shard.layout.rank_topology import Topology
 
 
@@ -103,3 +103,11 @@ def _compare(dtype: torch.dtype) -> None:
     process_group_ops.all_reduce(group, summed).wait()
     assert torch.equal(summed, total)
     dist.destroy_process_group(group)
+
+
+@ranks(2)
+def test_memory_that_the_backend_can_not_register_is_an_error_on_all_ranks(rank):
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="registered_memory: only NCCL .* on cpu the collectives are those of gloo"):
+        shard(model, registered_memory=True)
+    shard(model)

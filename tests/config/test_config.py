@@ -40,6 +40,7 @@ def test_the_defaults_are_the_documented_ones():
         ("broadcast_buffers", None),
         ("debug", "yes"),
         ("single_communicator", 0),
+        ("registered_memory", "nccl"),
         ("timeout", 0),
         ("timeout", -1.0),
         ("timeout", math.inf),

@@ -71,6 +71,12 @@ def test_training_over_one_communicator_is_like_plain(rank, world_size, device):
     train_gpt_like_plain(rank, world_size, device, single_communicator=True)
 
 
+@strategies
+@ranks(2, backend="nccl", timeout=240)
+def test_training_in_registered_memory_is_like_plain(rank, world_size, device, strategy):
+    train_gpt_like_plain(rank, world_size, device, strategy=strategy, registered_memory=True)
+
+
 @pytest.mark.parametrize("prefetch", [0, 3])
 @ranks(2, backend="nccl", timeout=240)
 def test_training_with_another_prefetch_is_like_plain(rank, world_size, device, prefetch):

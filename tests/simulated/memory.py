@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +44,14 @@ class Allocation:
         kind: of which memory it is.
         owner: the stream on which device memory was allocated, and to whose pool it goes back; None for host memory.
         before: earlier accesses to what may be the same memory, which were not ordered before the owner when it was freed.
+        pool: the allocator's pool that it is from; None for the usual one.
         recorded: streams past which the allocator keeps it when it is freed (``record_stream``).
         made: where, for messages.
     """
 
     kind: str
     owner: Agent | None
+    pool: Any = None
     before: list[Access] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     recorded: set[Agent] = field(default_factory=set)
@@ -94,11 +96,17 @@ class Memory:
         races: what was found, one text for each pair of places in the code.
     """
 
-    def __init__(self, hosts: Sequence[Agent]) -> None:
-        """Make a memory without allocations. `hosts`: the agents of all threads so far."""
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[Agent], pool: Callable[[], Any]) -> None:
+        """Make a memory without allocations.
+
+        Args:
+            hosts: the agents of all threads so far.
+            pool: returns the pool that the present thread allocates from.
+        """
+        self._hosts, self._pool = hosts, pool
         self._allocations: dict[int, Allocation] = {}  # by the address of the storage's C++ object
-        self._pools: dict[Agent, dict[Agent, Access]] = {}  # by owner: of each agent the latest access
+        # By owner and pool: of each agent the latest access.
+        self._pools: dict[tuple[Agent, Any], dict[Agent, Access]] = {}
         self.races: dict[tuple[str, str], str] = {}
 
     # -- allocations ----------------------------------------------------------------------------------------------
@@ -117,10 +125,11 @@ class Memory:
         if key not in self._allocations:
             # The storage's Python object lives as long as the C++ object.
             weakref.finalize(storage, self._gone, key).atexit = False
-        found = Allocation(kind, owner if kind == DEVICE else None, made=made)
+        found = Allocation(kind, owner if kind == DEVICE else None, self._pool(), made=made)
         if found.owner is not None:
-            found.before = unordered(self._pools.get(found.owner, {}).values(), found.owner)
-            self._pools[found.owner] = {access.agent: access for access in found.before}
+            pool = found.owner, found.pool
+            found.before = unordered(self._pools.get(pool, {}).values(), found.owner)
+            self._pools[pool] = {access.agent: access for access in found.before}
         self._allocations[key] = found
         return found
 
@@ -141,7 +150,7 @@ class Memory:
         spans, allocation.spans = allocation.spans, []
         if allocation.owner is None:
             return
-        pool = self._pools.setdefault(allocation.owner, {})
+        pool = self._pools.setdefault((allocation.owner, allocation.pool), {})
         for access in (*allocation.before, *(access for span in spans for access in span.accesses())):
             if any(access.before(stream) for stream in allocation.recorded):
                 continue  # the allocator records an event on each of these streams now, and gives the memory away behind it

@@ -52,7 +52,7 @@ class World:
     """One simulated rank: its memory and streams, and how its operations are noted."""
 
     def __init__(self, streams: SimulatedStreams) -> None:
-        self.streams, self.memory = streams, Memory(streams.hosts)
+        self.streams, self.memory = streams, Memory(streams.hosts, streams.pool)
         self.backwards = Backwards(streams, self.memory)
         self.functional = FunctionalCollectives(self)
         self.threads = threading.local()  # .kind: of memory that the running call asks for

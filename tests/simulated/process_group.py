@@ -25,6 +25,7 @@ BACKEND = "hccl"
 world: World | None = None
 """The simulation of this process; None where none runs."""
 
+_IN_REGISTERED_MEMORY = ("all-gather", "coalesced all-gather", "reduce-scatter", "all-reduce")
 _LIMIT = 60.0  # seconds for the partners to come
 
 
@@ -57,6 +58,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._inner = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._stream: Agent | None = None
         self._name = ""
+        self._registered: list[Any] = []  # pools of memory
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -93,6 +95,8 @@ class SimulatedGroup(dist.ProcessGroup):
             if finish is not None:
                 finish()
         streams, where = own.streams, f"{name} at {site()}"
+        if self._registered and name in _IN_REGISTERED_MEMORY:
+            self._check_registered(own, where, writes if "gather" in name else [*reads, *writes])
         here, _ = streams.launch()
         if self._stream is None:
             self._stream = streams.add(Agent(f"the communicator {self.group_name}"))
@@ -106,6 +110,25 @@ class SimulatedGroup(dist.ProcessGroup):
             for tensor in writes:
                 own.memory.access(agent, epoch, tensor, where, writes=True)
         return SimulatedWork(own, dict(agent.clock), [*reads, *writes]) if asynchronous else None
+
+    # -- registered memory, as torch's backend for NCCL has it -----------------------------------------------------
+    def _get_backend(self, device: Any) -> SimulatedGroup:
+        return self
+
+    @property
+    def mem_allocator(self) -> Any:
+        return "memory for communicators"
+
+    def register_mem_pool(self, pool: Any) -> None:
+        assert self._stream is not None, "the communicator does not exist before its first collective"
+        self._registered.append(pool)
+
+    def _check_registered(self, own: World, where: str, tensors: list[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                allocation = own.memory.of(tensor)
+                if tensor.numel() and (allocation is None or allocation.pool not in self._registered):
+                    own.failures.append(f"{where}: memory that is not registered")
 
     # -- the methods of torch's process groups --------------------------------------------------------------------
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:

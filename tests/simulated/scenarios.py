@@ -67,6 +67,12 @@ SPECIAL = {
     "one communicator": Scenario(config={"single_communicator": True}),
     "no prefetch": Scenario(config={"prefetch": 0}),
     "more prefetch": Scenario(config={"prefetch": 3}),
+    "registered memory": Scenario(config={"registered_memory": True}),
+    "registered memory, bf16, adapters": Scenario(
+        model=steps.adapters, config={"registered_memory": True, "precision": BF16}, accumulate=2
+    ),
+    "registered memory, replicated": Scenario(config={"registered_memory": True, "strategy": "no_shard"}),
+    "registered memory, offload": Scenario(config={"registered_memory": True, "offload": "cpu"}, evaluate=True),
     "debug": Scenario(config={"debug": True}),
     "two streams": Scenario(step=steps.two_streams),
     "two streams in bf16": Scenario(step=steps.two_streams, config={"precision": BF16}),
@@ -136,6 +142,9 @@ HYBRID = {
     for accumulate in (1, 2)
 } | {
     "secondary shards": Scenario(config={"reshard_after_forward": 2}),
+    "hybrid_shard, registered memory": Scenario(
+        config={"strategy": "hybrid_shard", "shard_size": 2, "registered_memory": True}
+    ),
     "hybrid_shard, quantized": Scenario(config={"strategy": "hybrid_shard", "shard_size": 2, "quantized": INT8}),
     "hybrid_shard, offload": Scenario(config={"strategy": "hybrid_shard", "shard_size": 2, "offload": "cpu"}),
     "hybrid_shard, offload in bf16, checkpointed, accumulated": Scenario(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torch_shard.checkpoint.sharded import host_snapshot
-from torch_shard.comm import collectives, mesh, streams
+from torch_shard.comm import collectives, communicators, mesh, streams
 from torch_shard.fsdp import _fully_shard
 from torch_shard.offload import host_buffers, pinned
 from torch_shard.shard_tensor import reductions
@@ -57,6 +57,7 @@ def simulated(
         stack.enter_context(_attribute(host_snapshot.SnapshotMemory, "snapshot", written_soon))
         stack.enter_context(_set(streams._kept, ACCELERATOR, own.streams))
         stack.enter_context(_attribute(collectives, "like_nccl", lambda backend: True))
+        stack.enter_context(_attribute(communicators, "check_registers", lambda *_: None))
         for user in (_fully_shard, reductions):
             stack.enter_context(_attribute(user, "current_streams", lambda: own.streams))
         for device in ("_device_of", "_checked_device"):

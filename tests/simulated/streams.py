@@ -220,6 +220,21 @@ class SimulatedStreams(Streams):
         if event is not None and self.orders():
             event.wait(self.current() if stream is None else stream)
 
+    def memory_pool(self, allocator: Any) -> Any:
+        return allocator
+
+    @contextlib.contextmanager
+    def allocate_from(self, pool: Any) -> Iterator[None]:
+        before, self._threads.pool = self.pool(), pool
+        try:
+            yield
+        finally:
+            self._threads.pool = before
+
+    def pool(self) -> Any:
+        """Return the pool that this thread allocates from; None for the usual one."""
+        return getattr(self._threads, "pool", None)
+
     def timing_event(self) -> Any:
         return Event(self)
 

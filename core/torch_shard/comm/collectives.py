@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ from ..versions import counts_references
 from . import process_group_ops
 from .gradient_reduction import Reduction
 from .one_sided.service import Service
+from .registered_memory import RegisteredMemory
 from .small_collectives import ScalarComm
 from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
@@ -71,6 +72,14 @@ def outside_inference() -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
 
 
+@contextlib.contextmanager
+def _both(
+    first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
+
+
 @dataclass(eq=False)
 class Collectives:
     """The collectives of one engine, on one rank.
@@ -94,6 +103,7 @@ class Collectives:
         gather_stream, reduce_stream: the streams for gathers and for reductions; None on the CPU.
         replica_stream: the stream for all-reduces between replicas, which don't hold up the next reduction within a replica.
         released: streams that may still compute with memory which was allocated on the gather stream and is free since.
+        memory: where gathers and reductions take their memory from; None for the device's usual pool.
         world, world_rank: the number of the engine's ranks, and the number of this rank among them.
         size, rank: the number of ranks that share one replica of the parameters, and the number of this rank among them.
         data_parallel_size: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.
@@ -119,6 +129,7 @@ class Collectives:
     reduce_stream: Any = None
     replica_stream: Any = None
     released: set[Any] = field(default_factory=set)
+    memory: RegisteredMemory | None = None
     _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
     _expected: Counter[Any] = field(default_factory=Counter)
 
@@ -158,7 +169,10 @@ class Collectives:
     # -- streams ------------------------------------------------------------------------------------------------
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         # Hazard: the side stream must not overwrite or read a buffer before compute issued so far has finished with it.
-        return _NO_CONTEXT if stream is None else self.streams.follow(stream)
+        if stream is None:
+            return _NO_CONTEXT
+        follow = self.streams.follow(stream)
+        return follow if self.memory is None else _both(follow, self.memory.use())
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context of the gather stream, on which gathered buffers are resized and filled.
@@ -295,7 +309,7 @@ class Collectives:
             self._spare.pop(key, None)
         if found is not None:
             return found
-        with outside_inference():
+        with outside_inference(), _NO_CONTEXT if self.memory is None else self.memory.use():
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, buffer: torch.Tensor) -> None:

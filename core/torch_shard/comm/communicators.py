@@ -14,6 +14,7 @@ from ..layout.rank_topology import Topology
 from ..log import logger
 from .collectives import Collectives
 from .process_groups import ProcessGroups, backend_of, groups_for
+from .registered_memory import RegisteredMemory, check_registers
 from .small_collectives import ScalarComm
 from .streams import orders_streams
 from .watchdog import Watchdog, blocking
@@ -30,6 +31,7 @@ def connect(
     timeout: float,
     single_communicator: bool,
     secondary_size: int | None = None,
+    registered_memory: bool = False,
 ) -> Collectives:
     """Make the collectives of an engine over `group`. Collective over `group`.
 
@@ -43,12 +45,18 @@ def connect(
         timeout: seconds that a rank waits for the others.
         single_communicator: True if gathers and reductions share a communicator.
         secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
+        registered_memory: True if gathers and reductions take their memory from a pool that NCCL has registered.
+
+    Raises:
+        ConfigError: the ranks differ in `single_communicator`, or the backend registers no memory.
     """
     if group is None or dist.get_world_size(group) == 1:
         watchdog = Watchdog(0, [0], timeout, "")
         alone = ScalarComm(watchdog)
         return Collectives(device, watchdog, topology, alone, alone, alone, alone)
     backend = backend_of(group, device.type)
+    if registered_memory:
+        check_registers(backend, device)
     if orders_streams(backend):
         single_communicator = single_communicator or _has_one_queue()
     groups, agreed = groups_for(group, single_communicator, timeout, f"{topology} {secondary_size}")
@@ -81,6 +89,9 @@ def connect(
         _divide(c, groups, own, scalars, secondary_size)
         if watchdog.on_streams:
             _begin_all(c, groups)
+        if registered_memory:
+            c.memory = groups.memory.setdefault(device, RegisteredMemory(device))
+            c.memory.register(ch for ch in watchdog.channels.values() if ch.purpose in ("all-gather", "reduce"))
     return c
 
 

@@ -28,6 +28,7 @@ from .one_sided import wire
 from .one_sided.departure import stay_until_all_leave
 from .one_sided.partners import Partners
 from .one_sided.service import Service
+from .registered_memory import RegisteredMemory
 from .rendezvous import exchange_texts
 from .store_messages import Messages
 from .streams import streams_of
@@ -97,6 +98,7 @@ class ProcessGroups:
             them.
         streams: what :meth:`streams_on` returns, by device.
         released: see :class:`.collectives.Collectives`.
+        memory: the memory that is registered with the communicators, by device.
         engine_order: the engines over these groups, with the backwards that are running in them.
         comparisons: where the ranks compare their operations, or leave each other to read alone.
         has_stepped: an optimizer of one of the engines has stepped.
@@ -117,6 +119,7 @@ class ProcessGroups:
     waiting: dict[str, deque[Any]] = field(default_factory=dict)
     streams: dict[torch.device, tuple[Any, Any, Any]] = field(default_factory=dict)
     released: set[Any] = field(default_factory=set)
+    memory: dict[torch.device, RegisteredMemory] = field(default_factory=dict)
     engine_order: EngineOrder = field(default_factory=EngineOrder)
     comparisons: Comparisons = field(default_factory=Comparisons)
     has_stepped: bool = False

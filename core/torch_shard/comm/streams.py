@@ -98,6 +98,14 @@ class Streams:
         """Return an event, not recorded yet, between which and another one the time can be read."""
         return None
 
+    def memory_pool(self, allocator: Any) -> Any:
+        """Return a new pool of the device's caching allocator, which takes its memory from `allocator`."""
+        return None
+
+    def allocate_from(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this thread allocates memory of this device from `pool`."""
+        return _NO_CONTEXT
+
     def is_capturing(self) -> bool:
         """Return True if the current stream is being captured into a graph."""
         return False
@@ -164,6 +172,12 @@ class DeviceStreams(Streams):
 
     def timing_event(self) -> Any:
         return self._torch.Event(enable_timing=True)
+
+    def memory_pool(self, allocator: Any) -> Any:
+        return self._torch.MemPool(allocator)
+
+    def allocate_from(self, pool: Any) -> contextlib.AbstractContextManager[Any]:
+        return self._torch.use_mem_pool(pool, self.device)  # type: ignore[no-any-return]
 
     def is_capturing(self) -> bool:
         with self.on_device():

@@ -116,6 +116,7 @@ SETTINGS = (
     Setting("alone_after", float, "a number of seconds"),
     Setting("debug", flag, FLAG_FORM),
     Setting("single_communicator", flag, FLAG_FORM),
+    Setting("registered_memory", flag, FLAG_FORM),
 )
 """The fields of ``ShardConfig`` that a text can set. ``timeout`` may also be None, in place of which the caller puts a number."""
 

@@ -85,6 +85,8 @@ class ShardConfig:
             This finds edits of ``.data`` inside forward, and is slow.
         single_communicator: use one communicator for gathers and reductions, which then don't
             overlap each other. It is for systems on which two NCCL communicators misbehave.
+        registered_memory: gathers fill, and reductions use, memory that NCCL has registered with its communicators
+            (``torch.cuda.MemPool``), which it can send without copies of its own. This is for trials: it was never run with NCCL.
 
     Raises:
         ConfigError: a value is unknown or of the wrong type; the message starts with the field.
@@ -111,6 +113,7 @@ class ShardConfig:
     alone_after: float = 1.0
     debug: bool = False
     single_communicator: bool = False
+    registered_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):
@@ -130,7 +133,9 @@ class ShardConfig:
                     f"hybrid_shard; strategy is {self.strategy!r}."
                 )
         object.__setattr__(self, "mesh_dims", _checked_dims(self.mesh_dims))
-        check_bools(self, "sync_module_states", "broadcast_buffers", "debug", "single_communicator")
+        check_bools(
+            self, "sync_module_states", "broadcast_buffers", "debug", "single_communicator", "registered_memory"
+        )
         self._check_timeout()
         if self.alone not in ("read", "error"):
             raise ConfigError(f"alone must be 'read' or 'error', not {self.alone!r}.")

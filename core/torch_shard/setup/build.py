@@ -88,6 +88,7 @@ def _plan(model: nn.Module, config: ShardConfig, mesh: Any) -> Setup:
         timeout=config.timeout,
         single_communicator=config.single_communicator,
         secondary_size=where.secondary_size,
+        registered_memory=config.registered_memory,
     )
     setup = Setup(model, config, c)
     setup.attempt(_plan_units, setup)

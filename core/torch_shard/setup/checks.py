@@ -163,7 +163,8 @@ def _compare(c: Collectives, error: Exception | None, digest: int) -> bool:
 
 
 # Settings that decide which collectives a rank issues. `units` and `ignore` are compared by the plan that follows from them, the
-# mesh by the topology; single_communicator is compared where the groups are made; timeout, debug and init_fn may differ.
+# mesh by the topology; single_communicator is compared where the groups are made; timeout, debug, init_fn and registered_memory
+# may differ.
 _EQUAL = (
     "strategy",
     "shard_size",

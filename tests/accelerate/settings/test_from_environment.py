@@ -44,6 +44,7 @@ EXAMPLES = {
     "alone": ("error", "error"),
     "debug": ("True", True),
     "single_communicator": ("on", True),
+    "registered_memory": ("true", True),
     "reshard_after_forward": ("2", 2),
 }
 
