@@ -54,6 +54,8 @@ TYPES = (
     "torch.distributed.fsdp",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
 )
+# And what any room may ask.
+STATE = ("is_available", "is_initialized", "is_nccl_available", "get_rank", "get_world_size")
 # Of torch, what only comm/streams.py asks for devices; and what else does, for more than streams and events.
 DEVICES = {"cuda", "xpu", "accelerator", "get_device_module"}
 ASK_DEVICES = {
@@ -160,8 +162,14 @@ def reads_private(file: Path, source: str | None = None) -> list[str]:
 
 
 def communicates(file: Path, source: str | None = None) -> list[str]:
-    """Return the imports through which a file could call torch.distributed."""
-    found = []
+    """Return the imports and attributes through which a file could call torch.distributed."""
+    tree = ast.parse(file.read_text() if source is None else source)
+    found = [
+        f"{file.relative_to(ROOT)}:{node.lineno} calls torch.distributed.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.distributed"
+        if node.attr not in STATE and not f"torch.distributed.{node.attr}".startswith(TYPES)
+    ]
     for each in imports_of(file, source):
         full = f"{each.module}.{each.name}" if each.name else each.module
         if (full + ".").startswith("torch.distributed.") and not (full + ".").startswith(tuple(t + "." for t in TYPES)):
@@ -237,7 +245,9 @@ WRONG = [
     (communicates, "core/torch_shard/unit/unit.py", "import torch.distributed as dist", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch import distributed", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed import all_reduce", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "import torch\n\ntorch.distributed.all_reduce(x)", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed.tensor import DTensor", 0),
+    (communicates, "core/torch_shard/unit/unit.py", "import torch\n\ntorch.distributed.is_initialized()", 0),
 ]
 
 
