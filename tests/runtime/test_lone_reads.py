@@ -372,6 +372,12 @@ def test_alone_error_gives_the_error_to_all_ranks(rank: int) -> None:
         values(sharded) if rank == 0 else train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
 
 
+@ranks(1)
+def test_without_other_ranks_a_file_has_what_plain_torch_writes(rank: int) -> None:
+    sharded, _, plain = made()
+    same(file_of(sharded), file_of(plain))
+
+
 @ranks(2)
 def test_reads_are_logged_once_a_line_with_their_bytes_in_the_statistics(rank: int) -> None:
     sharded, engine, _ = made()

@@ -167,8 +167,8 @@ class LoneReads:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[Reading | None]:
-        """Return a context in which this rank reads alone, whatever the others do; None where it may not."""
-        if self._runtime.collectives.world > 1 and self._alone_after is None:
+        """Return a context in which this rank reads alone, whatever the others do; None where it may not, or there are none."""
+        if self._runtime.collectives.world == 1 or self._alone_after is None:
             yield None
             return
         with self.until_end():
