@@ -28,11 +28,6 @@ class TensorPart:
     dim: int
     ranks: tuple[int, ...]
 
-    @property
-    def own_stride(self) -> tuple[int, ...]:
-        """The strides of the box in memory of its own: dense, with the dimensions ordered as in the full tensor."""
-        return dense_stride(self.sizes, self.stride)
-
     def moved(self, box: Box) -> Box:
         """Return `box`, given in the coordinates of this part, in the coordinates of the full tensor."""
         offsets = tuple(own + more for own, more in zip(box.offsets, self.offsets, strict=True))

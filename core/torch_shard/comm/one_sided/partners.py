@@ -91,13 +91,6 @@ class Partners:
         with self._of(rank) as link:
             wire.send(link, message)
 
-    def is_there(self, rank: int) -> bool:
-        """Return True if the service of `rank` answers."""
-        with contextlib.suppress(MissingRankError):
-            self.ask(rank, ask="presence")
-            return True
-        return False
-
     @contextlib.contextmanager
     def _of(self, rank: int) -> Iterator[socket.socket]:
         link = self._links.get(rank)

@@ -50,7 +50,7 @@ class Service:
     def __init__(self, rank: int) -> None:
         """Start to listen, as `rank` of the engines' ranks."""
         self.rank = rank
-        self._server, self.address = wire.listen()
+        server, self.address = wire.listen()
         self.lock = threading.Lock()
         self.issued = self.promised = self.joined = 0
         self.served = 0.0
@@ -63,11 +63,11 @@ class Service:
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
         self._farewell = threading.Condition()
-        thread = threading.Thread(target=_accept, args=(self._server, weakref.ref(self)), name="torch_shard service")
+        thread = threading.Thread(target=_accept, args=(server, weakref.ref(self)), name="torch_shard service")
         thread.daemon = True
         thread.start()
         # An accepting thread is woken by a shutdown of its socket, not by closing it.
-        weakref.finalize(self, _close, self._server).atexit = False
+        weakref.finalize(self, _close, server).atexit = False
 
     def offer(self, key: str, source: ShardSource) -> None:
         """Serve the shards of a model, which all ranks know under `key`. The model is not kept alive."""
@@ -223,10 +223,6 @@ class Service:
                     break
                 self._farewell.wait(left)
             return ranks - self.farewells
-
-    def close(self) -> None:
-        """Stop to listen."""
-        _close(self._server)
 
 
 def _accept(server: socket.socket, service: weakref.ref[Service]) -> None:
