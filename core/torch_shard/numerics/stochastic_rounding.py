@@ -61,12 +61,6 @@ class Rounding:
         """Return the key of this step, and `start`, an element's position in the flat buffer, for :func:`noise`."""
         return self._key, start
 
-    def copy(self) -> Rounding:
-        other = Rounding(self._seed, self._place)
-        other.count = self.count - 1
-        other.begin()
-        return other
-
 
 def noise(parts: Sequence[tuple[tuple[int, int], int]], device: torch.device) -> torch.Tensor:
     """Return random numbers for ranges of elements, one range after the other.

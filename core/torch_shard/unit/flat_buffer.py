@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -178,7 +179,7 @@ class FlatBuffer:
         shard = self.shard.detach()
         shard = shard.clone() if unit.host is None else unit.host.copied(shard, unit.name)
         twin = FlatBuffer(self.layout, self.dtypes, shard, unit, self.placed)
-        twin.rounding = None if self.rounding is None else self.rounding.copy()
+        twin.rounding = copy.copy(self.rounding)
         return twin
 
     # -- tensors ------------------------------------------------------------------------------------------------
