@@ -22,9 +22,7 @@ def adopt(param: Any, original: Any) -> None:
         param.requires_grad_(original.requires_grad)
         if isinstance(original, ShardTensor) and original.grad_dtype != original.dtype:
             param.grad_dtype = original.grad_dtype
-    for key, value in original.__dict__.items():
-        if key not in OWN_ATTRIBUTES:
-            param.__dict__[key] = value
+    copy_attributes(original, param)
 
 
 def copy_attributes(param: torch.Tensor, other: torch.Tensor) -> None:
