@@ -84,12 +84,9 @@ class Reduction:
             c.give(self.received)
             return out
         out = cast(self.received, dtype, narrow)
-        if out is not self.received:
+        if out is not self.grad:  # else an all-reduce ran in place, and the buffer is the result
             c.give(self.grad)
-            return out
-        if self.received is not self.grad:  # one tensor: an all-reduce ran in place, and the buffer is the result
-            c.give(self.grad)
-        return self.received
+        return out
 
     def abandon(self, seconds: float) -> None:
         """Drop the reduction after a failed backward. A partner may never come, so this waits for about `seconds` at most."""
