@@ -18,7 +18,7 @@ from ..unit.flat_buffer import FlatBuffer
 
 
 def scatter_shards(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, source: int, what: str) -> None:
-    """Send each rank its shard of rank `source`'s full buffer. Collective.
+    """Send each rank its shard of rank `source`'s full buffer; there must be several ranks. Collective.
 
     Args:
         flat: the buffer whose layout applies.
@@ -33,12 +33,8 @@ def scatter_shards(flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tens
     with torch.no_grad():
         slots = full.to(c.device).view(c.size, -1) if full is not None and c.world_rank == source else None
         own = into.to(c.device).contiguous()
-        if c.world == 1:
-            assert slots is not None
-            own.copy_(slots[0])
-        else:
-            parts = None if slots is None else [_bytes(slots[position]) for position in c.topology.positions()]
-            c.scatter(_bytes(own), parts, source, what)
+        parts = None if slots is None else [_bytes(slots[position]) for position in c.topology.positions()]
+        c.scatter(_bytes(own), parts, source, what)
         if own is not into:
             into.copy_(own)
 
