@@ -81,15 +81,14 @@ def _read_pieces(
         part_of: returns what to ask a rank for, by the piece's beginning and end in that rank's slot.
         own_piece: returns this rank's piece, by what it would be asked for.
     """
-    slot, size = flat.layout.slots[index], flat.layout.shard_numel
+    layout, slot = flat.layout, flat.layout.slots[index]
     with torch.inference_mode(False), torch.no_grad():
         values = torch.empty(slot.numel, dtype=dtype, device=flat.collectives.device)
         pieces, parts = [], []
         for rank in range(flat.collectives.size):
-            start, stop = max(slot.offset, rank * size), min(slot.stop, (rank + 1) * size)
-            stop = max(start, stop)
-            pieces.append(values[start - slot.offset : stop - slot.offset] if start < stop else values[:0])
-            parts.append(part_of(start - rank * size, stop - rank * size))
+            first, last = layout.owned(index, rank)
+            pieces.append(values[first:last])
+            parts.append(part_of(*layout.local_range(index, rank)))
         own = flat.collectives.rank
         if pieces[own].numel():
             pieces[own].copy_(own_piece(parts[own]))
