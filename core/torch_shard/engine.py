@@ -655,13 +655,8 @@ class Engine:
             self._runtime.host.leave(self._runtime)
         registry.forget(self.model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        model = copy.deepcopy(self.model, memo)
-        runtime = copy.deepcopy(self._runtime, memo)
-        other = Engine.__new__(Engine)
-        memo[id(self)] = other
-        other.__init__(model, runtime, self.plan, self.config)  # type: ignore[misc]
-        return other
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        return Engine(copy.deepcopy(self.model, memo), copy.deepcopy(self._runtime, memo), self.plan, self.config)
 
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor] | None:
