@@ -649,8 +649,9 @@ class Engine:
     def _let_go(self, units: list[Unit]) -> None:
         unregister(self.model, units)
         self._watch.close()
-        if self._runtime.service is not None:
-            self._runtime.service.withdraw(self._runtime.key)
+        service = self._runtime.collectives.service
+        if service is not None:
+            service.withdraw(self._runtime.key)
         if self._runtime.host is not None:
             self._runtime.host.leave(self._runtime)
         registry.forget(self.model)

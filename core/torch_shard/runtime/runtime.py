@@ -44,7 +44,6 @@ from .unshard_schedule import UnshardSchedule
 
 if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading
-    from ..comm.one_sided.service import Service
     from ..offload.host import Host
     from .ports import StepInBackward
 
@@ -136,8 +135,9 @@ class Runtime:
     def _offer(self, key: str) -> None:
         """Hand out this rank's shards to ranks that read alone, under `key`."""
         self.key = key
-        if self.service is not None:
-            self.served.offer(self.service, key)
+        service = self.collectives.service
+        if service is not None:
+            self.served.offer(service, key)
 
     def sources(self) -> list[ModelVersion]:
         """Return the versions from which the values of this model can be read, the best one first.
@@ -150,11 +150,6 @@ class Runtime:
         digest = edits.digest if own is None else edits.base
         found = ModelVersion(self.key, versions.finished, digest, versions.line, own or {})
         return [found] if self.copied_from is None or versions.changed else [self.copied_from, found]
-
-    @property
-    def service(self) -> Service | None:
-        """What hands out this rank's shards to ranks that read alone; None where there is nobody."""
-        return self.collectives.service
 
     def meet(
         self,
