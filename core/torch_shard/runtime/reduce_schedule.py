@@ -45,7 +45,7 @@ class ReduceSchedule:
         self.runtime, self.collectives = runtime, runtime.collectives
         self.hook: CommHook | None = None  # the user's function that reduces in place of the engine
         self.rounds: dict[int, int] = {}  # by the index of a unit, its reductions that were issued in this backward
-        self._used: list[Unit] = []
+        self.used: list[Unit] = []  # the units of the running backward, in the order of forward
         self._order: list[Unit] = []
         self._in_flight: list[tuple[Unit, FlatBuffer, Reduction]] = []
         self._no_pause = 0
@@ -66,17 +66,12 @@ class ReduceSchedule:
         """Begin a backward; `forward_order` has the units that forward has used, the latest last."""
         self.collectives.forget_ended()  # a failed backward may have left some
         self.rounds = dict.fromkeys((unit.index for unit in self.runtime.units), 0)
-        self._used = [u for u in forward_order if any([f.gradients.expects_any for f in u.flats])]  # noqa: C419 (hot)
-        backwards = self._used[::-1]
+        self.used = [u for u in forward_order if any([f.gradients.expects_any for f in u.flats])]  # noqa: C419 (hot)
+        backwards = self.used[::-1]
         self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
         self._no_pause = max(0, self._no_pause - 1)
         expected = [f for u in self._order for f in u.flats if f.gradients.expects_any]
         self.collectives.expect([buffer for f in expected for buffer in f.gradients.buffers])
-
-    @property
-    def used(self) -> list[Unit]:
-        """The units of the running backward, in the order of forward."""
-        return self._used
 
     def advance(self) -> None:
         """Reduce the next units in order, as far as their gradients are complete. Collective."""
@@ -196,7 +191,7 @@ class ReduceSchedule:
             hook.raise_together(runtime, hook_failed)
         if stepping is not None:
             stepping.check_votes(list(answer))
-        for unit in self._used:
+        for unit in self.used:
             if any([EXPECTED in agreed[id(flat)] for flat in unit.flats]):  # noqa: C419 (hot)
                 self._incomplete.add(unit.index)
             else:
@@ -284,7 +279,7 @@ class ReduceSchedule:
         self._in_flight.clear()
         self._agreed = self._votes = self._early = self._answer = None
         self._postponed.clear()
-        self._order, self._used = [], []
+        self._order, self.used = [], []
         self.collectives.forget_ended()
 
 
