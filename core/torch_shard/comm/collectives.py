@@ -33,8 +33,7 @@ def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
     engine reads the storage's use count to learn whether autograd saved a view of it, and must not count Gloo's views. The
     memory stays valid, because it is released only after `wait`.
     """
-    size = tensor.numel() * tensor.element_size()
-    return torch.frombuffer((ctypes.c_char * size).from_address(tensor.data_ptr()), dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), dtype=torch.uint8)
 
 
 # The most ranks for which Gloo's all-gather is replaced by one broadcast from each rank. Gloo's all-gather fills a buffer of its
@@ -254,7 +253,7 @@ class Collectives:
         """
         channel = self.gather_channel
         assert channel is not None
-        self.bytes_sent += sum((self.size - 1) * shard.numel() * shard.element_size() for shard in sent)
+        self.bytes_sent += sum((self.size - 1) * shard.nbytes for shard in sent)
         on_stream = self.gather_stream is not None
         work = self._begin(channel, what, process_group_ops.all_gather_coalesced, full, sent, on_stream)
         return self._track(channel, what, work, self.gather_stream, full)
@@ -347,13 +346,12 @@ class Collectives:
         """
         channel = self.reduce_channel
         assert channel is not None
-        nbytes = grad.numel() * grad.element_size()
         with self._on(self.reduce_stream):
             begun = self.reduced()
             if self.size == 1:  # replicated parameters
                 summed = self.all_reduce(channel, grad, what, self.reduce_stream, mean)
                 return Reduction(self, grad, grad, summed, begun, streams)
-            self.bytes_sent += nbytes * (self.size - 1) // self.size
+            self.bytes_sent += grad.nbytes * (self.size - 1) // self.size
             if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
                 received = self.take(grad.numel(), grad.dtype)
@@ -376,8 +374,8 @@ class Collectives:
         self, channel: Channel, tensor: torch.Tensor, what: str, stream: Any = None, mean: bool = False
     ) -> Pending:
         """Begin to sum `tensor` over replicas, or take the `mean`, in place. Collective; `stream` is the current one, if any."""
-        nbytes, ranks = tensor.numel() * tensor.element_size(), len(channel.members)
-        sent = 2 * nbytes * (ranks - 1) // ranks
+        ranks = len(channel.members)
+        sent = 2 * tensor.nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
         self.bytes_sent_across += sent
         work = self._begin(channel, what, process_group_ops.all_reduce, tensor, stream is not None, mean)
@@ -442,7 +440,7 @@ class Collectives:
             self.watchdog, channel.name, what, dist.broadcast, tensor, src=self.watchdog.ranks[source], ordered=ordered
         )
         if self.world_rank == source:
-            sent = tensor.numel() * tensor.element_size() * (len(channel.members) - 1)
+            sent = tensor.nbytes * (len(channel.members) - 1)
             self.bytes_sent += sent
             if self.size == 1 or channel in (self.replica_channel, self.tp_replica_channel):
                 self.bytes_sent_across += sent
@@ -455,9 +453,8 @@ class Collectives:
         given = None if parts is None else list(parts)
         blocking(self.watchdog, "reduce", what, dist.scatter, into, given, src=self.watchdog.ranks[source])
         if self.world_rank == source:
-            nbytes = into.numel() * into.element_size()
-            self.bytes_sent += nbytes * (self.world - 1)
-            self.bytes_sent_across += nbytes * (self.world - self.size * self.topology.data_parallel_groups)
+            self.bytes_sent += into.nbytes * (self.world - 1)
+            self.bytes_sent_across += into.nbytes * (self.world - self.size * self.topology.data_parallel_groups)
 
     # -- messages: CPU tensors, which do not count as bytes sent --------------------------------------------------
     def broadcast_message(self, message: torch.Tensor, source: int, what: str) -> None:

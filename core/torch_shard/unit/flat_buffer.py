@@ -296,9 +296,7 @@ class FlatBuffer:
         assert self.secondary_shard is not None
         # Hazard: compute must have ended on the full buffer; `gathering()` has joined its streams. The secondary shard is
         # allocated, filled, read and freed on the gather stream alone, so that no other stream has to wait for it.
-        self.secondary_shard.untyped_storage().resize_(
-            self.secondary_shard.numel() * self.secondary_shard.element_size()
-        )
+        self.secondary_shard.untyped_storage().resize_(self.secondary_shard.nbytes)
         self.secondary_shard.copy_(self.collectives.secondary_part(self.full))
 
     def drop_secondary_shard(self) -> None:
