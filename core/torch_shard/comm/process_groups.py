@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -285,7 +285,7 @@ def _connect_services(groups: ProcessGroups, timeout: float) -> None:
     """Start this rank's service for one-sided reads, and tell the other ranks its address. Collective."""
     rank = groups.ranks.index(dist.get_rank())
     service = Service(rank)
-    _, texts = exchange_texts(groups.ranks, f"{groups.key}/services", service.address.to_json(), timeout)
+    _, texts = exchange_texts(groups.ranks, f"{groups.key}/services", json.dumps(asdict(service.address)), timeout)
     addresses = [wire.Address(**json.loads(texts[other])) for other in groups.ranks]
     partners = Partners(rank, addresses, timeout)
     groups.comparisons.service, groups.comparisons.partners = service, partners

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +26,6 @@ class Address:
     network: str
     port: int
     secret: str
-
-    def to_json(self) -> str:
-        """Return the address as text."""
-        return json.dumps(asdict(self))
 
 
 def listen() -> tuple[socket.socket, Address]:
