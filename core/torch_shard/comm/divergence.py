@@ -38,7 +38,7 @@ _HEAD = _HASHES + FLAGS
 class OperationSequence:
     """The sequence of one engine's operations on this rank, which is compared with the sequences of the other ranks."""
 
-    def __init__(self, collectives: Collectives, engine_order: EngineOrder | None) -> None:
+    def __init__(self, collectives: Collectives, engine_order: EngineOrder) -> None:
         self.collectives, self.engine_order = collectives, engine_order
         self.number = 0  # the number of this engine among the engines over the same process groups
         self.hash = 0
@@ -288,7 +288,6 @@ class _Meeting:
         self.history, self.noted = sequence.history, len(sequence.history)
         self.line = ""  # of the user's code, where that goes on meanwhile
         self._payload = payload
-        assert sequence.engine_order is not None
         self._width = sequence.engine_order.width
         number = sequence.number * 0x9E3779B97F4A7C15
         present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((sequence.hash, number), (before, 0)))

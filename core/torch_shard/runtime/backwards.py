@@ -170,8 +170,7 @@ class Backwards:
         # Replicated units are not unsharded, so that the ranks have not agreed on the order in which they were used.
         sharded = runtime.collectives.size > 1
         runtime.reductions.begin(runtime.forward_order.values() if sharded else runtime.units)
-        if runtime.engine_order is not None:
-            runtime.engine_order.begin(runtime, task)
+        runtime.engine_order.begin(runtime, task)
         # The graph task alone refers to this callback: if the task ends with an exception, the callback dies.
         end = functools.partial(self.end_backward)
         self._end = weakref.ref(end, self._abandon_if)
@@ -221,7 +220,7 @@ class Backwards:
             if self._reduces:
                 runtime.reductions.compare()
             # An engine that waits for others keeps `_end`, so that it is abandoned if the graph task fails before they end.
-            ended: list[Runtime] = [runtime] if runtime.engine_order is None else runtime.engine_order.end(runtime)
+            ended: list[Runtime] = runtime.engine_order.end(runtime)
             self._compare_order()
         except BaseException:
             self._abandon()
@@ -255,7 +254,7 @@ class Backwards:
             unit.kept.clear()
         # A frozen model, say a teacher, may never have a backward of its own after which to drop its secondary shards. If one
         # comes after all, it gathers from all ranks.
-        for other in runtime.engine_order.engines if runtime.engine_order is not None else ():
+        for other in runtime.engine_order.engines:
             for unit in other.units:
                 unit.drop_secondary_shards()
         schedule.reshard_unused()
@@ -268,7 +267,7 @@ class Backwards:
     def _compare_order(self) -> None:
         """Compare the order of collectives with the other ranks, if the backward ran through several engines. Collective."""
         runtime = self.runtime
-        issued = runtime.engine_order.order() if runtime.engine_order is not None else None
+        issued = runtime.engine_order.order()
         if issued is not None:
             runtime.operations.note(issued, f"has mixed the collectives of several models in the order {issued:x}")
             runtime.operations.check("the end of a backward through several models")
@@ -294,8 +293,7 @@ class Backwards:
     def _abandon(self) -> None:
         """Leave the engine as it was before a backward that has failed."""
         runtime = self.runtime
-        if runtime.engine_order is not None:
-            runtime.engine_order.abandon(runtime)
+        runtime.engine_order.abandon(runtime)
         self._end, self._tasks = None, set()
         runtime.reductions.abandon()
         runtime.schedule.double_backward = False

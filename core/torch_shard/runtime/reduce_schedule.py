@@ -168,8 +168,7 @@ class ReduceSchedule:
 
     def _may_publish_early(self) -> bool:
         # The gradients may not be read before the votes are known: so not by the users' hooks either, nor in another engine.
-        order = self.runtime.engine_order
-        alone = order is not None and order.has_one
+        alone = self.collectives.world > 1 and self.runtime.engine_order.has_one
         return alone and not self._order and not any(unit.post_hooks for unit in self.runtime.units)
 
     def _follow(self, votes: list[int]) -> None:

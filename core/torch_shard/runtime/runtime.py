@@ -17,6 +17,7 @@ from torch import nn
 
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
+from ..comm.multi_engine_order import EngineOrder
 from ..comm.one_sided.partners import ModelVersion
 from ..comm.one_sided.versions import Versions
 from ..comm.process_groups import group_timeout
@@ -63,7 +64,7 @@ class Runtime:
         self.gathered_bytes = GatheredBytes()
         self.buffers: BufferSync | None = None
         channel = collectives.gather_channel
-        self.engine_order = channel.groups.engine_order if channel is not None else None
+        self.engine_order = EngineOrder() if channel is None else channel.groups.engine_order
         # This rank's sequence of operations, which the ranks compare. Its `number` identifies the engine among those over the
         # same groups; it is 0 for a deep copy before its first forward.
         self.operations = OperationSequence(collectives, self.engine_order)
@@ -121,16 +122,14 @@ class Runtime:
     def ready(self) -> None:
         """Prepare to compare sequences with the other ranks; call when all units are added."""
         self.is_ready = True
-        if self.engine_order is not None:
-            self.engine_order.join(self)
-            self.engine_order.widen(2 + sum(4 + len(u.params) for u in self.units))
+        self.engine_order.join(self)
+        self.engine_order.widen(2 + sum(4 + len(u.params) for u in self.units))
 
     def number_as_new(self) -> None:
         """Take a number for this engine. Call on all ranks, for all engines in one order."""
         self.versions.restart()  # ranks that began on meta have changed shards that others were given
-        if self.engine_order is not None:
-            self.operations.number = self.engine_order.number()
-            self._offer(f"{self.operations.number}")
+        self.operations.number = self.engine_order.number()
+        self._offer(f"{self.operations.number}")
 
     def _offer(self, key: str) -> None:
         """Hand out this rank's shards to ranks that read alone, under `key`."""
@@ -175,9 +174,8 @@ class Runtime:
         other.ready()
         other.original = self.operations.number or self.original
         source = other.copied_from = self.sources()[0]
-        if self.engine_order is not None:
-            place = self.engine_order.place_of_copy(other.original, caller_line())
-            other._offer(f"{source.key} after {source.finished} changes, copied at {place}")
+        place = self.engine_order.place_of_copy(other.original, caller_line())
+        other._offer(f"{source.key} after {source.finished} changes, copied at {place}")
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook
@@ -257,7 +255,7 @@ class Runtime:
         """Record that a collective of `unit` was issued, in the sequence that the ranks compare."""
         if kind != "reduce" and self.in_backward is not None:
             self.in_backward.note_unsharded(unit)
-        if self.engine_order is not None and (kind == "reduce" or unit.sharded):
+        if kind == "reduce" or unit.sharded:
             self.engine_order.note(kind, self.operations.number, unit.index)
 
     # -- between steps ------------------------------------------------------------------------------------------

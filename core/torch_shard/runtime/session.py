@@ -83,8 +83,8 @@ class Session:
                 schedule.reshard_unused()
             schedule.note_changes(schedule.changes())
             return True
-        numbered = order is not None and not operations.number
-        if order is not None and numbered:
+        numbered = not operations.number
+        if numbered:
             operations.number = order.number_of_copy(runtime.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
         begins = 1 + phase, f"begins a {PHASES[phase]}"
@@ -107,7 +107,7 @@ class Session:
             schedule.note_changes(None if changes is None else found)
             if reshards_first:
                 schedule.reshard_unused()
-        elif order is not None and numbered:  # the others have not numbered their copies yet
+        elif numbered:  # the others have not numbered their copies yet
             order.take_back_number(runtime.original)
             operations.number = 0
         return found is not None
@@ -119,8 +119,7 @@ class Session:
             runtime.operations.note(code, text)
         repeats, self._noted = self._noted == noted, noted
         # With several engines, gathers of two models could mix.
-        alone = runtime.engine_order is not None and runtime.engine_order.has_one
-        if repeats and alone and changes is None and not runtime.versions.edits.before:
+        if repeats and runtime.engine_order.has_one and changes is None and not runtime.versions.edits.before:
             # As the last forward on which the ranks have agreed. A difference is found when this one ends, see `Forwards.finish`.
             runtime.operations.begin(what)
             return torch.empty(0, device="cpu")
