@@ -10,7 +10,7 @@ from torch import nn
 from ..comm.broadcast_buffers import broadcast_coalesced
 from ..errors import SetupError
 from ..layout.dtensor_placement import Placed, local_of
-from ..layout.flat_layout import FlatLayout, ParamMeta
+from ..layout.flat_layout import FlatLayout, ParamMeta, slot_view
 from ..numerics.dtypes import widens
 from ..plan.plan import ParamInfo, UnitPlan
 from ..shard_tensor.spec import shard_of_part
@@ -51,11 +51,10 @@ def empty_flat(setup: Setup, unit: Unit, group: Group) -> FlatBuffer:
     shard = setup.shards.get(id(layout))
     if shard is None:
         shard = torch.empty(layout.shard_numel, dtype=dtypes.stored, device=c.device)
-    first, last = layout.rank_range(c.rank)
-    for start, stop in layout.gaps():
-        if start < last and stop > first:
-            shard[max(start, first) - first : min(stop, last) - first].zero_()
-    return FlatBuffer(layout, dtypes, shard, unit, [setup.placed[info.name] for info in infos])
+    flat = FlatBuffer(layout, dtypes, shard, unit, [setup.placed[info.name] for info in infos])
+    for start, stop in flat.gaps:
+        shard[start:stop].zero_()
+    return flat
 
 
 def swap_in(setup: Setup, unit: Unit, flat: FlatBuffer, group: Group, swapped: list[Swapped]) -> None:
@@ -74,7 +73,7 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
 
     The full values are in one buffer, which is freed before the next group is flattened.
     """
-    c, (infos, layout) = setup.collectives, group
+    c, infos = setup.collectives, group[0]
     made = setup.attempt(_with_values, setup, unit, group)
     try:
         # A rank without memory would be missing in the broadcast, or where freed values are gathered after a failure.
@@ -88,8 +87,7 @@ def flatten(setup: Setup, unit: Unit, group: Group) -> None:
         what = f"the broadcast of unit {unit.name!r}'s parameters from rank 0"
         broadcast_coalesced(c, [full], what, within_data_parallel=infos[0].ways > 1)
     if full is not flat.memory:
-        n = layout.shard_numel
-        flat.memory.copy_(full.narrow(0, c.rank * n, n))
+        flat.memory.copy_(flat.own_slot(full))
     del full
     swapped = setup.undo.note_flat(flat, has_values=True)
     setup.attempt(swap_in, setup, unit, flat, group, swapped)
@@ -111,7 +109,7 @@ def _with_values(setup: Setup, unit: Unit, group: Group) -> tuple[FlatBuffer, to
     for start, stop in layout.gaps():
         full[start:stop].zero_()
     for info, slot in zip(infos, layout.slots, strict=True):
-        place = torch.as_strided(full, slot.shape, slot.stride, slot.offset)
+        place = slot_view(full, slot)
         param = setup.params[info.name]
         if param.device.type != "meta":
             place.copy_(local_of(param).data)
