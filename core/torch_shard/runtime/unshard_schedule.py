@@ -7,6 +7,7 @@ different ways find out before their collectives mix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -88,7 +89,7 @@ class UnshardSchedule:
             if edited or (idle and unit.outdated):
                 unit.reshard()
             if upcoming is not None and not self._keeps():
-                self._reshard_others(unit, upcoming, for_backward=phase == FORWARD)
+                self.reshard_unused((unit, *upcoming), for_backward=phase == FORWARD)
         self._gather(unit, phase)
         unit.wait()
         for other in upcoming or ():
@@ -167,21 +168,13 @@ class UnshardSchedule:
         unit.reshard(for_backward)
         self.gathered.pop(unit.index, None)
 
-    def _reshard_others(self, unit: Unit, upcoming: list[Unit], for_backward: bool) -> None:
-        if self.double_backward:
-            return
-        for other in list(self.gathered.values()):
-            if other is unit or other.running or other.uses or other.is_summoned or other in upcoming:
-                continue
-            self.reshard(other, for_backward)
-
-    def reshard_unused(self) -> None:
-        """Reshard all units that no running forward and no begun backward needs."""
+    def reshard_unused(self, besides: Sequence[Unit] = (), for_backward: bool = False) -> None:
+        """Reshard all units that no running forward and no begun backward needs, except those of `besides`."""
         if self.double_backward:
             return
         for unit in list(self.gathered.values()):
-            if not unit.running and not unit.uses and not unit.is_summoned:
-                self.reshard(unit)
+            if not (unit.running or unit.uses or unit.is_summoned or unit in besides):
+                self.reshard(unit, for_backward)
 
     def reshard_after_evaluation(self) -> None:
         """Reshard the units of a forward without gradients, except those that are being prefetched."""
