@@ -67,9 +67,11 @@ class LoneReads:
             payload: see :meth:`~torch_shard.comm.divergence.OperationSequence.check`.
             sure: read alone only if the others surely do something else, not because they are late. (The result may be part of a
                 graph, whose backward would be an error.)
-            alone: False if this read needs all ranks, so that it is an error if others do something else.
+            alone: False if this read needs all ranks, so that it is an error inside a lone read, and if others do something else.
         """
         runtime = self._runtime
+        if not alone:
+            self.refuse(what)
         if self._open is not None:
             return None
         if runtime.collectives.world == 1:

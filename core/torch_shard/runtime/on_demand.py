@@ -150,7 +150,7 @@ class OnDemand:
             self.runtime.lone.refuse(f"an edit of {flat.layout.slots[index].name}")
             self.runtime.operations.note(*note)
             self.runtime.operations.check(text)
-        elif self.runtime.lone.meet(text, [note]) is None:
+        elif self.runtime.meet(text, [note]) is None:
             return self._read_alone(flat, index, recording=False)
         full = full_flat(flat, unit.gather_text)
         if full is flat.shard:

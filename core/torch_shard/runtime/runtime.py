@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +82,7 @@ class Runtime:
         # The load that has to follow makes the versions equal again.
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
+        self.meet = self.lone.meet
         self.optimizer_states = OptimizerStates(self)
         self.served = ServedShards(self.versions)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
@@ -149,19 +149,6 @@ class Runtime:
         digest = edits.digest if own is None else edits.base
         found = ModelVersion(self.key, versions.finished, digest, versions.line, own or {})
         return [found] if self.copied_from is None or versions.changed else [self.copied_from, found]
-
-    def meet(
-        self,
-        what: str,
-        notes: Sequence[tuple[int, str]],
-        payload: torch.Tensor | None = None,
-        sure: bool = False,
-        alone: bool = True,
-    ) -> torch.Tensor | None:
-        """Compare the ranks' operations before one that only reads; None if this rank reads alone; see :class:`.LoneReads`."""
-        if not alone:
-            self.lone.refuse(what)
-        return self.lone.meet(what, notes, payload, sure, alone)
 
     @property
     def reading(self) -> Reading | None:

@@ -94,7 +94,7 @@ class Session:
         what, changes = "the start of a forward", schedule.changes()
         try:
             if phase == EVALUATION if reads is None else reads:
-                found = runtime.lone.meet(what, noted, changes, sure=phase == FORWARD)
+                found = runtime.meet(what, noted, changes, sure=phase == FORWARD)
             else:
                 found = self._agree(what, noted, changes)
         except BaseException:
