@@ -42,24 +42,7 @@ def gathered(
 ) -> Iterator[None]:
     """Let the modules of the units that `target` touches hold full, plain ``nn.Parameter`` inside. Collective.
 
-    A nested call with the same `ranks` and `device` shares the enclosing call's values. One with others gets copies of them,
-    where all ranks have them. A backward inside is reduced as usual if the values are in place (all ranks, the mesh's device, the
-    stored dtype) and `grads` is off; otherwise it is an error.
-
-    Args:
-        runtime: the engine's runtime.
-        target: a module, a parameter, or an iterable of them; None for the full model.
-        write: copy the values back at the end. With `ranks`, the lowest named rank's values count for all;
-            without sharding rank 0's do. After an exception inside nothing is written, on any rank.
-        ranks: the ranks that get the values; None for all. The other ranks keep their shards and take part.
-        device: the device of the values; None for the mesh's.
-        grads: ``.grad`` of the parameters is the full reduced gradient; with `write` it is written back, None too.
-
-    Raises:
-        ConfigError: an argument is wrong; names it.
-        UnitStateError: inside a forward of one of the units, or nested in a call for some ranks only, with other `ranks` or
-            another `device`.
-        ReplacedParameterError: a module holds another parameter than at sharding.
+    Arguments and errors are those of :meth:`.Engine.gathered`.
     """
     c = runtime.collectives
     what = "engine.gathered"
@@ -285,7 +268,7 @@ def _copy(one: GatheredUnit) -> None:
         if one.overlay:  # with what was edited in the enclosing call
             full, likes = unit.gathered_calls[-1].buffers[number], flat.unsharded_params
         else:
-            full = full_flat(flat, f"the all-gather of unit {unit.name!r}")
+            full = full_flat(flat, unit.gather_text)
         if not one.here:
             continue
         with torch.inference_mode(False), torch.no_grad():
