@@ -18,7 +18,7 @@ import torch_shard
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision
-from torch_shard.errors import DivergenceError
+from torch_shard.errors import ConfigError, DivergenceError, UnitStateError
 
 Read = Callable[[nn.Module, torch_shard.Engine], Any]
 
@@ -376,6 +376,15 @@ def test_alone_error_gives_the_error_to_all_ranks(rank: int) -> None:
 def test_without_other_ranks_a_file_has_what_plain_torch_writes(rank: int) -> None:
     sharded, _, plain = made()
     same(file_of(sharded), file_of(plain))
+
+
+@ranks(1)
+def test_without_other_ranks_a_read_that_is_refused_raises_its_own_error(rank: int) -> None:
+    _, engine, _ = made()
+    with pytest.raises(ConfigError, match="target must be"), engine.gathered(3):
+        pass
+    with engine.gathered(), pytest.raises(UnitStateError, match="gathered"):
+        engine.state_dict()
 
 
 @ranks(2)

@@ -24,16 +24,14 @@ def agree(port: ModelPort, what: str, key: object = None, error: Exception | Non
             text (a :class:`ShardError` if the class is not one of the engine's).
         DivergenceError: another rank runs another operation, or the same operation with another `key`.
     """
-    if port.collectives.world == 1:
-        if error is not None:
-            raise error
-        return
     # Failures are voted on before keys are compared: a rank that failed may not know its key.
     _raise_on_all(port, what, error, any_rank(port, what, error is not None))
     _compare_keys(port, what, key)
 
 
 def _raise_on_all(port: ModelPort, what: str, error: Exception | None, failed: bool) -> None:
+    if error is not None and port.collectives.world == 1:
+        raise error
     if not failed:
         return
     own = None if error is None else (type(error), str(error))
@@ -45,7 +43,7 @@ def _raise_on_all(port: ModelPort, what: str, error: Exception | None, failed: b
 
 
 def _compare_keys(port: ModelPort, what: str, key: object) -> None:
-    if key is not None:
+    if key is not None and port.collectives.world > 1:
         port.operations.note(zlib.crc32(repr(key).encode()), f"{what} with {_shortened(repr(key))}")
         port.operations.check(what)
 
