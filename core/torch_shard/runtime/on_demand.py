@@ -277,11 +277,10 @@ class OnDemand:
         if unit.gathers and not unit.installed:
             unit.write_back_edits()  # an in-place function may have written to the unsharded parameters
         tensors = tensors_in(result)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if recorded:
             self.runtime.backwards.watch_outputs(use, tensors, forward=False)
-            self.runtime.forwards.between(True)
-        else:
-            self.runtime.forwards.between(False)
+        self.runtime.forwards.between(recorded)
 
     def watch_copies(self, copies: list[torch.Tensor], name: str) -> None:
         """Make it an error to edit one of `copies`, which stand for views of `name`."""

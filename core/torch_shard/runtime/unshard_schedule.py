@@ -148,9 +148,9 @@ class UnshardSchedule:
 
     def note_changes(self, marks: torch.Tensor | None) -> None:
         """Note which units any rank has changed, by the :meth:`changes` of all ranks."""
-        for unit, changed in zip(
-            self.units.values(), () if marks is None else marks.tolist(), strict=marks is not None
-        ):
+        if marks is None:
+            return
+        for unit, changed in zip(self.units.values(), marks.tolist(), strict=True):
             unit.outdated = bool(changed)
             if changed and not (unit.state is State.SHARDED or unit.running or unit.uses or unit.is_summoned):
                 self.reshard(unit)  # at one place on all ranks, or some would prefetch it

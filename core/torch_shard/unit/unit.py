@@ -164,7 +164,7 @@ class Unit:
         for flat in self.flats:
             if flat.layout is param._spec.layout:
                 return flat, param._spec.index
-        raise ShardError(f"{param._spec.layout.slots[param._spec.index].name} is not a parameter of unit {self.name}")
+        raise ShardError(f"{param._spec.name} is not a parameter of unit {self.name}")
 
     def unsharded_param_of(self, param: ShardTensor) -> nn.Parameter:
         """Return the unsharded parameter that modules compute with in place of `param`."""
@@ -506,8 +506,7 @@ class Unit:
 
     def register_post_accumulate_hook(self, param: ShardTensor, fn: Any) -> Any:
         """Carry out `param.register_post_accumulate_grad_hook(fn)`: `fn` runs once `.grad` holds the reduced shard."""
-        name = param._spec.layout.slots[param._spec.index].name
-        hooks = self.post_hooks.setdefault(name, OrderedDict())
+        hooks = self.post_hooks.setdefault(param._spec.name, OrderedDict())
         # The id of this handle also differs from those of hooks that were registered before sharding.
         handle = RemovableHandle(hooks)
         hooks[handle.id] = fn
