@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from . import shard_reads
 from .flat_buffer import FlatBuffer
-from .shard_reads import read_stored
 
 
 def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,7 +29,8 @@ def full_flat(flat: FlatBuffer, what: str, memory: torch.Tensor | None = None) -
     if reading is not None:
         with torch.inference_mode(False), torch.no_grad():
             full = _memory(flat, flat.dtype, memory)
-            read_stored(flat, full, reading)
+            shard_reads.fill(flat, full, reading, "stored")
+            shard_reads.put_own_values(flat, full, reading)
         return full
     return _gathered(flat, flat.shard.dtype, what, lambda own: own.copy_(flat.shard), memory)
 

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading
     from .flat_buffer import FlatBuffer
 
-__all__ = ["fill", "put_own_values", "read_parameter", "read_state", "read_stored"]
-
-
-def read_stored(flat: FlatBuffer, full: torch.Tensor, reading: Reading) -> None:
-    """Fill `full`, 1-D with one slot a rank, with the stored values of all parameters of a buffer."""
-    fill(flat, full, reading, "stored")
-    put_own_values(flat, full, reading)
+__all__ = ["fill", "put_own_values", "read_parameter", "read_state"]
 
 
 def fill(flat: FlatBuffer, full: torch.Tensor, reading: Reading, form: Literal["stored", "sent"]) -> None:
