@@ -171,7 +171,7 @@ class OnDemand:
             yield (lambda param: self._read_parameter(param, recording)) if lone else None
 
     @contextlib.contextmanager
-    def alone_for_file(self, unit: Unit, what: str) -> Iterator[Callable[[ShardTensor], torch.Tensor] | None]:
+    def alone_for_file(self, what: str) -> Iterator[Callable[[ShardTensor], torch.Tensor] | None]:
         """Return a context as :meth:`alone` does, for a file that this rank writes, whatever the others do. Not collective.
 
         It yields None where reads alone are switched off, or a parameter is a DTensor, too.

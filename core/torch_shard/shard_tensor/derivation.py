@@ -213,7 +213,7 @@ def full_for_file(tensor: ShardTensor) -> torch.Tensor | None:
     unit = unit_of_origin(tensor)
     if unit is None or not _is_known(tensor, unit):
         return None
-    with unit.runtime.on_demand.alone_for_file(unit, f"the saving of {tensor._spec.name}") as read:
+    with unit.runtime.on_demand.alone_for_file(f"the saving of {tensor._spec.name}") as read:
         if read is None:
             return None
         with torch.no_grad():

@@ -133,7 +133,7 @@ class OnDemandPort(Protocol):
         """
 
     def alone_for_file(
-        self, unit: Any, what: str
+        self, what: str
     ) -> contextlib.AbstractContextManager[Callable[[ShardTensor], torch.Tensor] | None]:
         """Return a context with what reads a parameter in full for a file that this rank writes; with None where it can't."""
 
