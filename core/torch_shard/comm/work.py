@@ -162,9 +162,8 @@ class Pending:
     work: Any
     event: Any = None  # on a device: recorded on the side stream after the collective
     streams: Streams | None = None  # those of the device of the side stream
-    ordered: bool = (
-        False  # on a device: every rank is known to have come, so that the streams alone wait and the host goes on
-    )
+    # On a device: every rank is known to have come, so that the streams alone wait and the host goes on.
+    ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.work is not None and self.event is None:

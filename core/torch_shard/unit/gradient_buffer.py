@@ -56,9 +56,8 @@ class GradientBuffer:
         self.unreduced = [False] * n  # its slot of `flat` has a gradient that is not reduced yet
         self.deferred = [False] * n  # its slot had an unreduced gradient when the running backward began
         self.missing = 0  # how many are expected and have not arrived
-        self.flat: torch.Tensor | None = (
-            None  # this rank's gradients in the full layout; None before the first is copied
-        )
+        # This rank's gradients in the full layout; None before the first is copied.
+        self.flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
         self.lost = False  # some gradients must not be added to, see `_check_lost`
         self.accumulation = Accumulation(params)

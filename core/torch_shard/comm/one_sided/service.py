@@ -56,9 +56,8 @@ class Service:
         self.served = 0.0
         self._ended = threading.Event()  # the rank's script has ended, or it has left the group
         self._sources: dict[str, weakref.ref[ShardSource]] = {}
-        self._left: dict[
-            str, ShardSource
-        ] = {}  # what is left of models that this rank has dropped since the ranks last met
+        # What is left of models that this rank has dropped since the ranks last met.
+        self._left: dict[str, ShardSource] = {}
         self._offered = threading.Condition()
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
