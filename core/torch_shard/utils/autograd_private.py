@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -11,12 +12,8 @@ import torch
 
 def inside_functional_call() -> bool:
     """Return True inside `torch.func.functional_call`, which puts the caller's own tensors into the modules for one call."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
-            return True
-        frame = frame.f_back
-    return False
+    stack = traceback.walk_stack(sys._getframe(1))
+    return any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame, _ in stack)
 
 
 graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.13)
