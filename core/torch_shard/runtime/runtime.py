@@ -71,6 +71,7 @@ class Runtime:
         self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)
         self.forwards, self.session, self.backwards = Forwards(self), Session(self), Backwards(self)
         self.on_grad = self.backwards.on_grad  # one call less for each gradient
+        self.leave_interrupted = self.forwards.leave_interrupted
         self.is_ready = False  # set-up has ended
         self.on_demand = OnDemand(self)
         # Of the shards.
@@ -191,10 +192,6 @@ class Runtime:
         if self.in_backward is not None:
             self.in_backward.check_reader()
 
-    def leave_interrupted(self) -> None:
-        """Do what the forward hooks would have done that an interrupt has skipped. Not collective."""
-        self.forwards.leave_interrupted()
-
     def check_registrations(self) -> None:
         """Raise if a parameter was added since sharding."""
         for unit in self.units:
@@ -250,7 +247,7 @@ class Runtime:
         """Forget unsharded parameters and graphs over them, because the shards were edited (a step, a load)."""
         self.versions.note_change()
         if self.forwards.depth:
-            self.forwards.leave_interrupted()
+            self.leave_interrupted()
         if graph_task() == -1 and not self.forwards.depth:
             self.schedule.values_changed()
 
