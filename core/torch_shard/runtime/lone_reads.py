@@ -90,8 +90,7 @@ class LoneReads:
     @property
     def _alone_after(self) -> float | None:
         runtime = self._runtime
-        groups = runtime.collectives.watchdog.channels["control"].groups
-        if runtime.config.alone == "error" or groups.comparisons.service is None or runtime.solo:
+        if runtime.config.alone == "error" or runtime.collectives.service is None or runtime.solo:
             return None
         if any(unit.distributed for unit in runtime.units) or runtime.versions.changing:
             return None  # the modules themselves compute together; within a step no version can be read
@@ -170,7 +169,7 @@ class LoneReads:
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[Reading | None]:
         """Return a context in which this rank reads alone, whatever the others do; None where it may not, or there are none."""
-        if self._runtime.collectives.world == 1 or self._alone_after is None:
+        if self._alone_after is None:
             yield None
             return
         with self.until_end():
