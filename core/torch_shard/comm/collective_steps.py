@@ -84,7 +84,7 @@ def heartbeat_barrier(port: ModelPort, nonce: str, own_connection: bool = False)
     waits for another key of the store.
     """
     c = port.collectives
-    if c.world == 1 or not nonce or "control" not in c.watchdog.channels:
+    if c.world == 1 or not nonce:
         return None
     key = f"{c.watchdog.channels['control'].groups.key}/checkpoint/{nonce}"
     store = default_store()
