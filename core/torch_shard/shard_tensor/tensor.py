@@ -19,14 +19,14 @@ import torch
 from ..errors import ShardPicklingError
 from ..layout.flat_layout import Box
 from .host_memory import pending_writes_of
-from .spec import ShardSpec, boxes_in, broadcast_shard, same_cut, shard_of_full
+from .spec import ShardSpec, boxes_in, shard_of_full
 from .state import STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
     from .ports import UnitPort
 
-__all__ = ["ShardSpec", "ShardTensor", "broadcast_shard", "same_cut", "shard_of_full"]
+__all__ = ["ShardTensor"]
 
 
 class ShardTensor(torch.Tensor):
