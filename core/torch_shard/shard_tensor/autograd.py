@@ -16,13 +16,11 @@ from .tensor import ShardTensor
 
 __all__ = [
     "GatherFull",
+    "ShardedGradient",
     "autograd_grad",
     "reduces_to_scalar",
     "shared_gradient",
-    "with_sharded_gradient",
 ]
-
-"""Functions whose second argument is the order and whose third the dimensions."""
 
 
 def reduces_to_scalar(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
@@ -45,8 +43,8 @@ def reduces_to_scalar(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> 
 # -- reductions to a scalar -------------------------------------------------------------------------------------------
 
 
-class _ShardedGradient(torch.autograd.Function):
-    """The identity on a ShardTensor, whose gradient becomes a ShardTensor.
+class ShardedGradient(torch.autograd.Function):
+    """The identity on a ShardTensor, whose gradient becomes a ShardTensor. Apply it to the operand of a reduction.
 
     torch's own derivative of a sum is one value, expanded to a *plain* tensor of the full shape, which `.grad` would hold in
     memory of the full size.
@@ -72,11 +70,6 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
         return GatherFull.apply(grad), None
-
-
-def with_sharded_gradient(source: Any) -> Any:
-    """Return an alias of `source`, for a reduction of it: the gradient that arrives at `source` is a ShardTensor."""
-    return _ShardedGradient.apply(source)
 
 
 class _Shared(torch.autograd.Function):

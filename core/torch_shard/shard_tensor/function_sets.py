@@ -47,6 +47,7 @@ SCALAR_REDUCTIONS = _names("sum mean std var amax amin any all count_nonzero")
 """Reductions whose second argument is the dimensions."""
 EXTREMES = frozenset({"max", "min"})
 NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
+"""Functions whose second argument is the order and whose third the dimensions."""
 _OPERATORS = ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS)
 _OPERATOR_METHODS = _names("__neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__") | {

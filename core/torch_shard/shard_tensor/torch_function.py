@@ -26,10 +26,10 @@ from . import derivation
 from .attributes import HANDLERS
 from .autograd import (
     GatherFull,
+    ShardedGradient,
     autograd_grad,
     reduces_to_scalar,
     shared_gradient,
-    with_sharded_gradient,
 )
 from .c10d_functions import COLLECTIVES
 from .dispatch import RANDOM
@@ -145,7 +145,7 @@ def _run(call: FunctionCall) -> Any:
         with _NoTorchFunction():
             if torch.is_grad_enabled():
                 if len(tensors) == 1 and name in _SCALARS and tensors[0].requires_grad:
-                    return shared_gradient(call.run(tensors, [with_sharded_gradient(tensors[0])]), tensors[0])
+                    return shared_gradient(call.run(tensors, [ShardedGradient.apply(tensors[0])]), tensors[0])
                 if len(tensors) > 1 and any(not isinstance(t, ShardTensor) and t.requires_grad for t in tensors):
                     why = "with a plain tensor that requires a gradient needs the full parameter"
                     raise gather_error(tensors, name, why)
