@@ -277,7 +277,7 @@ def calls(tensor: Any) -> int:
     origin = tensor._shard_state.origin
     if origin.call is None:
         return 0
-    return 1 + max((calls(t) for t in origin.operands if t._unit_ref is None), default=0)
+    return 1 + max((calls(t) for t in origin.call.sharded if t._unit_ref is None), default=0)
 
 
 @dataclasses.dataclass

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from .full_tensor import full_tensors
 from .function_call import FunctionCall
 from .spec import gather_error
-from .tensor import ShardTensor
 
 __all__ = ["COLLECTIVES"]
 
@@ -38,7 +37,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """
     name = func.__name__
     call = FunctionCall(func, name, args, kwargs)
-    sharded = list({id(t): t for t in call.tensors if isinstance(t, ShardTensor)}.values())
+    sharded = call.sharded
     if name in _REFUSED.split():
         why = "gives each rank something else, of which it would keep a shard; use .full_tensor()"
         raise gather_error(sharded, name, why)

@@ -65,7 +65,7 @@ class Derivation:
     def keep(self, result: ShardTensor) -> None:
         """Keep the operands of `call`, which has made `result`, if its values can be computed anew from them."""
         assert self.call is not None
-        origins = [t._shard_state.origin for t in self.operands if t._unit_ref is None]
+        origins = [t._shard_state.origin for t in self.call.sharded if t._unit_ref is None]
         self.calls += max((origin.calls for origin in origins if origin is not None), default=0)
         self._model = self._version_of_model()
         local = [t._local if isinstance(t, ShardTensor) else t for t in (*self.call.tensors, result)]
@@ -75,12 +75,6 @@ class Derivation:
             self.call = None
             return
         self._versions = [(t, t._version) for t in local]
-
-    @property
-    def operands(self) -> list[ShardTensor]:
-        """The sharded operands of the call, each once."""
-        assert self.call is not None
-        return list({id(t): t for t in self.call.tensors if isinstance(t, ShardTensor)}.values())
 
     @property
     def is_current(self) -> bool:
@@ -165,7 +159,9 @@ def _is_known(tensor: ShardTensor, unit: UnitPort) -> bool:
         own = copied_from.unit_ref()
         return own is not None and own.runtime is unit.runtime
     origin = tensor._shard_state.origin
-    return origin is not None and origin.is_current and all(_is_known(t, unit) for t in origin.operands)
+    if origin is None or origin.call is None or not origin.is_current:
+        return False
+    return all(_is_known(t, unit) for t in origin.call.sharded)
 
 
 def full_values(tensor: ShardTensor, read: Read) -> torch.Tensor:
@@ -184,8 +180,7 @@ def full_values(tensor: ShardTensor, read: Read) -> torch.Tensor:
 
 def on_full_values(call: FunctionCall, read: Read) -> Any:
     """Run a function with full values in place of its sharded operands; see :func:`full_values`."""
-    sharded: Sequence[ShardTensor] = [t for t in call.tensors if isinstance(t, ShardTensor)]
-    return call.run(sharded, [full_values(t, read) for t in sharded])
+    return call.run(call.sharded, [full_values(t, read) for t in call.sharded])
 
 
 def full_tensor(tensor: ShardTensor, recording: bool = False) -> torch.Tensor:

@@ -154,8 +154,8 @@ def to_gather(call: FunctionCall) -> list[ShardTensor]:
         return []
     if isinstance(target, (list, tuple)) and any(isinstance(t, ShardTensor) for t in target):
         return []
-    found = {id(t): t for t in call.tensors if isinstance(t, ShardTensor) and t is not target}
-    return list(found.values()) if all(map(stands_alone, found.values())) else []
+    found = [t for t in call.sharded if t is not target]
+    return found if all(map(stands_alone, found)) else []
 
 
 def on_copies(call: FunctionCall, sharded: Sequence[ShardTensor], copies: Sequence[torch.Tensor]) -> Any:

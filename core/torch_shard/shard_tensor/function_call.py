@@ -9,6 +9,7 @@ import torch
 
 from ..utils.pytree import replace
 from .function_sets import IN_PLACE_OPERATORS
+from .tensor import ShardTensor
 
 __all__ = ["FunctionCall", "name_of"]
 
@@ -38,6 +39,11 @@ class FunctionCall:
         _collect(args, self.tensors)
         if kwargs:
             _collect(kwargs.values(), self.tensors)
+
+    @property
+    def sharded(self) -> list[ShardTensor]:
+        """The ShardTensors among the tensors, each once."""
+        return list({id(t): t for t in self.tensors if isinstance(t, ShardTensor)}.values())
 
     @property
     def target(self) -> Any:

@@ -234,7 +234,7 @@ def _on_full_tensors(call: FunctionCall) -> Any:
     if isinstance(target, ShardTensor) and _is_derived(target) and call.name not in IN_PLACE_OPERATORS:
         # The function would edit the full tensor, which is not kept. `t += x` is right, since `t` becomes the result.
         raise gather_error(call.tensors, call.name, "in place needs all of what was computed from it")
-    derived = list({id(t): t for t in call.tensors if isinstance(t, ShardTensor) and _is_derived(t)}.values())
+    derived = [t for t in call.sharded if _is_derived(t)]
     with _NoTorchFunction():
         fulls = [GatherFull.apply(t) for t in derived]
     result = call.run(derived, fulls)
