@@ -29,6 +29,7 @@ __all__ = [
     "FlatLayout",
     "ParamMeta",
     "Slot",
+    "aligned",
     "contiguous_stride",
     "slot_view",
 ]
@@ -265,6 +266,11 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
+
+
+def aligned(nbytes: int) -> int:
+    """Return `nbytes`, rounded up to a multiple of :data:`ALIGNMENT`."""
+    return _round_up(nbytes, ALIGNMENT)
 
 
 def _alignment(itemsize: int) -> int:

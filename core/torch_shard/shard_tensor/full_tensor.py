@@ -15,7 +15,7 @@ import torch
 
 from ..comm.streams import streams_of
 from ..errors import DivergenceError
-from ..layout.flat_layout import FlatLayout, ParamMeta
+from ..layout.flat_layout import FlatLayout, ParamMeta, aligned
 from ..layout.tensor_part import dense_stride
 from ..utils.pytree import storage_of, tensors_in
 from .function_call import FunctionCall
@@ -60,12 +60,10 @@ def _gather(tensors: Sequence[ShardTensor], fulls: Sequence[torch.Tensor], what:
     cuts = _cuts(tensors, what)
     for rank in range(comm.size):
         sizes = [cut[rank].length * t._local.element_size() for t, cut in zip(tensors, cuts, strict=True)]
-        row = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device=device)
-        starts, at = [], 0
-        for size in sizes:
-            starts.append(at)
-            at += _padded(size)
-        places = [row[at : at + size].view(t._local.dtype) for at, size, t in zip(starts, sizes, tensors, strict=True)]
+        padded = list(map(aligned, sizes))  # for every dtype
+        row = torch.empty(sum(padded), dtype=torch.uint8, device=device)
+        parts = zip(row.split(padded), sizes, tensors, strict=True)
+        places = [part[:size].view(t._local.dtype) for part, size, t in parts]
         if rank == comm.rank:
             comm.bytes_sent += (comm.size - 1) * row.numel()
             for place, t in zip(places, tensors, strict=True):
@@ -74,10 +72,6 @@ def _gather(tensors: Sequence[ShardTensor], fulls: Sequence[torch.Tensor], what:
             comm.broadcast(row, rank, what)
         for t, full, cut, place in zip(tensors, fulls, cuts, places, strict=True):
             cut[rank].fill(full, place, t._spec)
-
-
-def _padded(size: int) -> int:
-    return -(-size // 16) * 16  # a multiple of every dtype's alignment
 
 
 @dataclass(frozen=True)

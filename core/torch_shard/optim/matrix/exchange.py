@@ -13,7 +13,7 @@ A *part* is what one group has in one unit (or in several small ones). On two ra
 A rank sends about ``3 Psi / N`` bytes a step, for ``Psi`` bytes of parameters on ``N`` ranks: a value and a gradient for
 each element that it holds and another one owns, and a value for each that it owns and another one holds. All sizes follow
 from the layout, so the ranks need not tell them. Messages are bytes, because parameters may have several dtypes, and
-because Gloo knows few dtypes.
+because Gloo knows few dtypes. Each rank's chunk of a message is aligned.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ import torch
 from ...comm.collectives import Collectives, outside_inference
 from ...comm.streams import streams_of
 from ...comm.work import Pending
+from ...layout.flat_layout import ALIGNMENT, aligned
 from ...numerics.stochastic_rounding import EXACT, round_to
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.module_params import copy_attributes
 
 __all__ = ["OwnedParam", "Part", "Spares"]
-
-_ALIGN = 16  # bytes; each rank's chunk of a message begins at a multiple
 
 
 class Spares:
@@ -165,9 +164,9 @@ class Part:
         # Bytes to and from each rank, with values and gradients on the way to the owners, and values and a flag on the way back.
         held_here = [_bytes(to, me) for to in self._to]
         held_there = [_bytes(own, rank) for rank, own in enumerate(self._from)]
-        self._sizes_to, self._sizes_from = ([_padded(2 * n) for n in sizes] for sizes in (held_here, held_there))
+        self._sizes_to, self._sizes_from = ([aligned(2 * n) for n in sizes] for sizes in (held_here, held_there))
         self._back_to, self._back_from = (
-            [_padded(n) + _ALIGN * (rank != me) for rank, n in enumerate(sizes)] for sizes in (held_there, held_here)
+            [aligned(n) + ALIGNMENT * (rank != me) for rank, n in enumerate(sizes)] for sizes in (held_there, held_here)
         )
         self.fulls: list[FullParam] = []
         self._coming: Exchange | None = None
@@ -226,8 +225,8 @@ class Part:
         for rank, (own, size) in enumerate(zip(self._from, self._back_to, strict=True)):
             if not size:
                 continue
-            chunks += self._filled([memory[id(e)][slice(*e.held[rank])] for e in own], size - _ALIGN)
-            chunks.append(torch.full((_ALIGN,), left, dtype=torch.uint8, device=self.c.device))
+            chunks += self._filled([memory[id(e)][slice(*e.held[rank])] for e in own], size - ALIGNMENT)
+            chunks.append(torch.full((ALIGNMENT,), left, dtype=torch.uint8, device=self.c.device))
         what = f"{self.text}: new values"
         self._returning = Exchange(self.c, self.spares, chunks, self._back_to, self._back_from, what)
         mine = [
@@ -292,7 +291,3 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _bytes(entries: Iterable[OwnedParam], rank: int) -> int:
     """Return the bytes of the parameters' values that `rank` holds."""
     return sum(e.length(rank) * e.itemsize for e in entries)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
