@@ -90,12 +90,11 @@ class Exchange:
 class OwnedParam:
     """A parameter that takes part in a step: its owner, and which of its elements, in memory order, each rank holds."""
 
-    __slots__ = ("flat", "held", "itemsize", "mine", "name", "numel", "owner", "param")
+    __slots__ = ("flat", "held", "itemsize", "mine", "owner", "param")
 
     def __init__(self, param: ShardTensor, flat: FlatBuffer, owner: int) -> None:
         self.param, self.flat, self.owner = param, flat, owner
         spec = param._spec
-        self.name, self.numel = spec.name, spec.numel
         self.itemsize = param._local.element_size()
         ranks = flat.layout.owners(spec.index)
         self.held = {rank: flat.layout.owned(spec.index, rank) for rank in ranks}
