@@ -187,15 +187,13 @@ class Part:
         """Wait for the shards, and return the parameters that this rank owns: plain tensors with their gradients."""
         pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         if self._coming is not None:
-            received = self._coming.finish()
-            at = 0
-            for rank, (own, size) in enumerate(zip(self._from, self._sizes_from, strict=True)):
-                end = at
+            chunks = self._coming.finish().split(self._sizes_from)
+            for rank, (own, chunk) in enumerate(zip(self._from, chunks, strict=True)):
+                end = 0
                 for e in own:
-                    value, end = _segment(received, end, e.length(rank), e)
-                    grad, end = _segment(received, end, e.length(rank), e)
+                    value, end = _segment(chunk, end, e.length(rank), e)
+                    grad, end = _segment(chunk, end, e.length(rank), e)
                     pieces[id(e), rank] = value, grad
-                at += size
         self.fulls = [self._full(e, pieces) for e in self.owned]
         if self._coming is not None:
             self._coming.end()
@@ -242,18 +240,16 @@ class Part:
         """
         if self._returning is None:
             return {}
-        received = self._returning.finish()
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         left: dict[int, torch.Tensor] = {}
-        at = 0
-        for rank, (to, size) in enumerate(zip(self._to, self._back_from, strict=True)):
-            end = at
+        chunks = self._returning.finish().split(self._back_from)
+        for rank, (to, chunk) in enumerate(zip(self._to, chunks, strict=True)):
+            end = 0
             for e in to:
-                value, end = _segment(received, end, e.length(self.c.rank), e)
+                value, end = _segment(chunk, end, e.length(self.c.rank), e)
                 pairs.append((e.param._local, value))
-            at += size
-            if size:
-                left[rank] = received[at - 1 : at].clone()
+            if chunk.numel():
+                left[rank] = chunk[-1:].clone()
         _copy(pairs)
         self._returning.end()
         self._returning = None
@@ -275,10 +271,10 @@ class Part:
         return [*parts, torch.zeros(lacking, dtype=torch.uint8, device=self.c.device)] if lacking else parts
 
 
-def _segment(message: torch.Tensor, at: int, length: int, e: OwnedParam) -> tuple[torch.Tensor, int]:
-    """Return `length` elements of a message that begin at byte `at`, and the byte at which they end."""
+def _segment(chunk: torch.Tensor, at: int, length: int, e: OwnedParam) -> tuple[torch.Tensor, int]:
+    """Return `length` elements of a rank's chunk that begin at byte `at`, and the byte at which they end."""
     end = at + length * e.itemsize
-    return message[at:end].view(e.param._local.dtype), end
+    return chunk[at:end].view(e.param._local.dtype), end
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
