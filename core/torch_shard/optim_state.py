@@ -112,7 +112,7 @@ def _sharded(
         error = problem
     agree(engine._runtime, what, names, error)
     keep = _shards_of(optim)
-    state = matrix_state.collect(engine._runtime, taken["state"], len(names), True, what, keep)
+    state = matrix_state.collect(engine._runtime, taken["state"], len(names), what, keep)
     if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
         state = {number: keep(number, own) if number in range(len(names)) else own for number, own in state.items()}
     state = state_tree.map_tensors(state, lambda tensor: copied(tensor, offload))
@@ -261,7 +261,7 @@ def scatter_full_optim_state_dict(
     groups, own = broadcast(runtime, (numbered["param_groups"], own), what)
     state = {number: entries for number, entries in numbered["state"].items() if number not in own}
     if engine.world_size > 1:
-        state = dict(matrix_state.collect(runtime, state, count, True, what, keep))
+        state = dict(matrix_state.collect(runtime, state, count, what, keep))
     received = {"state": {**state, **own}, "param_groups": groups}
     return _to_load(engine, optim, _renamed(received, dict(enumerate(names)), what, engine.rank), what)
 

@@ -264,12 +264,7 @@ def _kind(entries: Any) -> int:
 
 
 def collect(
-    runtime: Runtime,
-    state: MutableMapping[int, Any],
-    count: int,
-    wanted: bool,
-    what: str,
-    keep: Callable[[int, Any], Any] = lambda _, entries: entries,
+    runtime: Runtime, state: MutableMapping[int, Any], count: int, what: str, keep: Callable[[int, Any], Any]
 ) -> MutableMapping[int, Any]:
     """Send the state of parameters for which only some ranks have entries from the first of those ranks to all. Collective.
 
@@ -277,10 +272,9 @@ def collect(
         runtime: the runtime of the ranks.
         state: this rank's state, by the number of the parameter, which is below `count`.
         count: the number of parameters.
-        wanted: True if this rank shall have the result, on the CPU. A rank takes part in any case, and holds the state of one
-            parameter at a time.
         what: the name of the operation, for error messages.
-        keep: called with the number and the entries of a parameter; returns the entries for the result.
+        keep: called with the number and the entries of a parameter, on the CPU; returns the entries for the result. A rank holds
+            the state of one parameter at a time.
 
     Returns:
         `state` itself if all ranks have entries for the same parameters; else a new dict in the order of the numbers.
@@ -290,8 +284,7 @@ def collect(
         return state
     complete = dict(state)
     for number, (source, description) in described.items():
-        entries = sent(runtime, state, number, source, description, wanted, what)
-        complete[number] = keep(number, entries) if wanted else {}
+        complete[number] = keep(number, sent(runtime, state, number, source, description, True, what))
     return dict(sorted(complete.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
 
 
