@@ -29,7 +29,7 @@ class _Gradients:
         self,
         runtime: Runtime,
         parameters: Iterable[torch.Tensor] | None,
-        ignored: Iterable[torch.Tensor] = (),
+        ignored: Iterable[torch.Tensor],
         padding: bool = True,
     ) -> None:
         """Find the gradients.

@@ -87,8 +87,10 @@ def units_of(optimizer: Any) -> list[Unit]:
     return list(found.values())
 
 
-def refuse_others(optimizer: Any, runtime: Runtime, what: str = "") -> None:
+def refuse_others(optimizer: Any, runtime: Runtime, what: str) -> None:
     """Raise if an optimizer that steps during this engine's backward holds parameters of another engine.
+
+    `what` begins the message.
 
     Raises:
         ConfigError: it does.

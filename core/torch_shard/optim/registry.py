@@ -127,7 +127,7 @@ def counters_in(state: Iterable[tuple[torch.Tensor, Any]]) -> frozenset[Any]:
     return frozenset(found)
 
 
-def is_counter(key: Any, shape: torch.Size, counters: frozenset[Any] = _COUNTERS) -> bool:
+def is_counter(key: Any, shape: torch.Size, counters: frozenset[Any]) -> bool:
     """Return True if an entry of this key and shape is 0-dim whatever the shape of the parameter.
 
     Entries of a 0-dim parameter are all 0-dim, so that only the key tells. `counters` is what :func:`counters_in` has found.

@@ -68,7 +68,7 @@ class Runs:
     """
 
     def __init__(
-        self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool = False
+        self, listed: Sequence[Any], found: Sequence[tuple[FlatBuffer, Sequence[ShardTensor]]], attributes: bool
     ) -> None:
         """Make the runs of one group.
 

@@ -81,7 +81,7 @@ class HostUnits:
         session.groups()  # which opens the step
         return Prepared(flat, step, proxy, session)
 
-    def step(self, prepared: Prepared, following: FlatBuffer | None = None) -> None:
+    def step(self, prepared: Prepared, following: FlatBuffer | None) -> None:
         """Do the arithmetic, or have the host thread do it. `following`: the buffer that is likely to be stepped next."""
         flat, step, optimizer = prepared.flat, prepared.step, self._optimizer()
         assert flat.host is not None and flat.gradients.host is not None
