@@ -108,7 +108,6 @@ class Runs:
         self._present_specs: list[Any] = []
         self._firsts: list[int] = []  # for each present parameter: the position of the first present one of its shard
         self._absent: list[ShardTensor] = []
-        self._first_of: dict[int, int] = {}  # the same by shard
         # The parts of pieces' gradients. Either they are those of present parameters, by position. Or they are cut from reduced
         # gradients: the number of the part, the position of a present parameter of that shard, the start and the length.
         self._gathered: list[tuple[Piece, list[int]]] = []
@@ -180,7 +179,8 @@ class Runs:
         for i in empty:  # a run steps their counters, too, so that all ranks agree
             run = next((run for run in self._runs if run.kind == kinds[i]), None)
             if run is None:
-                segment = Segment(self.shard_of[i], 0, 0, None if pattern[i] == _REDUCED else self._shard(i)[0:0])
+                nothing = None if pattern[i] == _REDUCED else self.flats[self.shard_of[i]].memory[0:0]
+                segment = Segment(self.shard_of[i], 0, 0, nothing)
                 run = Run([segment], kinds[i])
                 self._runs.append(run)
             run.members.append(i)
@@ -195,9 +195,9 @@ class Runs:
         self._present = [self.params[i] for i in present]
         self._present_specs = [self.specs[i] for i in present]
         self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
-        self._first_of = {}
-        self._firsts = [self._first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
-        self._find_gradients({i: n for n, i in enumerate(present)})
+        first_of: dict[int, int] = {}  # the same by shard
+        self._firsts = [first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
+        self._find_gradients({i: n for n, i in enumerate(present)}, first_of)
         self._keep(state)
         self._point(list(map(own_grad, self._present)))
 
@@ -215,9 +215,6 @@ class Runs:
             if has_user_attributes(p):
                 found += (p, *p.__dict__, *p.__dict__.values())
         return found
-
-    def _shard(self, i: int) -> torch.Tensor:
-        return self.flats[self.shard_of[i]].memory
 
     def _gradients(self) -> list[int]:
         """Return the kind of each parameter's gradient."""
@@ -308,13 +305,15 @@ class Runs:
             sources.append((flat.rounding, first + segment.start + start))
         return RoundedPiece(values, sources)
 
-    def _find_gradients(self, numbers: dict[int, int]) -> None:
-        """Note where the pieces' gradients come from. `numbers`: the positions of the parameters among the present ones."""
-        self._gathered, self._narrowed = [], []
+    def _find_gradients(self, numbers: dict[int, int], first_of: dict[int, int]) -> None:
+        """Note where the pieces' gradients come from.
+
+        `numbers`: the positions of the parameters among the present ones; `first_of`: those of the first ones, by shard.
+        """
         for run in self._runs:
             if run.segments[0].grad is not None:
                 continue
-            lengths = [sum(map(self._length, segment.members)) for segment in run.segments]
+            lengths = [sum(self.specs[i].length for i in segment.members) for segment in run.segments]
             # Where no padding lies between the parameters, the parts of the gradients need not be cut.
             if lengths == [s.stop - s.start for s in run.segments] and (
                 len(run.segments) > 1 or (len(run.pieces) == 1 and len(run.segments[0].members) == 1)
@@ -323,14 +322,10 @@ class Runs:
                 self._gathered.append((run.pieces[0], parts))
                 continue
             for n, segment in enumerate(run.segments):
-                first, start = self._first_of[segment.shard], segment.start
+                first, start = first_of[segment.shard], segment.start
                 for piece in run.pieces:
                     self._narrowed.append((piece, n, first, start, piece.sizes[n]))
                     start += piece.sizes[n]
-
-    def _length(self, i: int) -> int:
-        start, stop = self.ranges[i]
-        return stop - start
 
     # -- state ----------------------------------------------------------------------------------------------------
     def _bases(self, run: Run, state: Any) -> dict[str, torch.Tensor]:
