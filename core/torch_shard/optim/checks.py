@@ -79,12 +79,7 @@ def check_class(optimizer: Any, rank: int) -> None:
 
 def units_of(optimizer: Any) -> list[Unit]:
     """Return the units whose parameters the optimizer holds, of any engine."""
-    found: dict[int, Unit] = {}
-    for p in params_of(optimizer):
-        unit = unit_of(p)
-        if unit is not None:
-            found[id(unit)] = unit
-    return list(found.values())
+    return list(dict.fromkeys(filter(None, map(unit_of, params_of(optimizer)))))
 
 
 def refuse_others(optimizer: Any, runtime: Runtime, what: str) -> None:

@@ -91,14 +91,14 @@ class _UserGroup:
     Attributes:
         params: the group's parameters.
         rest: the parameters that no engine shards.
-        units: the units of the sharded parameters, by id.
+        units: the units of the sharded parameters, each once.
         runs: the runs in which the sharded parameters are stepped.
     """
 
     def __init__(self, params: list[Any], runtimes: list[Runtime], optimizer: Any, only: object) -> None:
         self.params = params
         self.rest: list[Any] = []
-        self.units: dict[int, Unit] = {}
+        self.units: dict[Unit, None] = {}
         by_flat: dict[tuple[int, int, int], tuple[FlatBuffer, list[ShardTensor]]] = {}
         positions = {id(runtime): n for n, runtime in enumerate(runtimes)}
         for p in params:
@@ -106,7 +106,7 @@ class _UserGroup:
             if unit is None:
                 self.rest.append(p)
                 continue
-            self.units[id(unit)] = unit
+            self.units[unit] = None
             flat, _ = unit.find(p)
             if only is None or flat is only:  # no buffer is REST
                 position = positions.setdefault(id(unit.runtime), len(positions))
@@ -212,7 +212,7 @@ class FlatStep(StepBackend):
             self._user_groups = [
                 _UserGroup(list(group["params"]), self.runtimes, optimizer, self._only) for group in groups
             ]
-        check_units(optimizer, {id(unit): unit for own in self._user_groups for unit in own.units.values()}.values())
+        check_units(optimizer, (unit for own in self._user_groups for unit in own.units))
         hosted = [flat for runs in self.all_runs for flat in runs.flats if flat.host is not None]
         for flat in hosted:
             flat.wait_for_step() if self.later else flat.wait_for_host()
