@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..runtime import registry
@@ -17,7 +18,7 @@ from ..unit.unit import unit_of
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
-__all__ = ["OPEN", "first_runtime", "open_runtime_of", "params_of", "runtimes_of"]
+__all__ = ["OPEN", "first_runtime", "open_runtime_of", "params_of", "runtimes_of", "same_params"]
 
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runtimes of this process whose engines follow optimizers' steps."""
@@ -28,6 +29,14 @@ _unit_ref = operator.attrgetter("_unit_ref")
 def params_of(optimizer: Any) -> list[Any]:
     """Return the optimizer's parameters, in the order in which torch numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def same_params(groups: Sequence[dict[str, Any]], listed: Sequence[Sequence[Any]]) -> bool:
+    """Return True if `groups` have the parameters in `listed`, one list for each group, in the same order."""
+    return len(groups) == len(listed) and all(
+        len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
+        for group, params in zip(groups, listed, strict=True)
+    )
 
 
 def open_runtime_of(param: Any) -> Runtime | None:

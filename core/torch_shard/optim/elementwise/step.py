@@ -19,7 +19,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.unit import unit_of
 from ..checks import check_units, refuse_repeated, refuse_unreduced, shard_state, widen_state
-from ..engines_of_optimizer import runtimes_of
+from ..engines_of_optimizer import runtimes_of, same_params
 from ..optimizer_proxy import StateView, StepBackend
 from ..registry import is_torchs, kind_of
 from .piece import Piece
@@ -206,7 +206,7 @@ class FlatStep(StepBackend):
     def _look(self, optimizer: Any) -> None:
         groups = optimizer.param_groups if self.given_groups is None else self.given_groups
         state = optimizer.state
-        same = self._are_same_parameters(groups)
+        same = same_params(groups, [own.params for own in self._user_groups])
         if not same:
             refuse_repeated(optimizer)
             self._user_groups = [
@@ -257,12 +257,6 @@ class FlatStep(StepBackend):
     def _forget_groups(self) -> None:
         self._drop()
         self._user_groups, self.state = [], _PieceState({})
-
-    def _are_same_parameters(self, groups: list[dict[str, Any]]) -> bool:
-        return len(groups) == len(self._user_groups) and all(
-            len(own.params) == len(group["params"]) and all(map(operator.is_, own.params, group["params"]))
-            for own, group in zip(self._user_groups, groups, strict=True)
-        )
 
     def _add(self, own: _UserGroup, group: dict[str, Any], fuse: bool) -> None:
         """Make the step's groups of one of the user's."""

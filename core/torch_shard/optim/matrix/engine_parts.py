@@ -15,7 +15,7 @@ from ...errors import ShardError
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.unit import Unit, unit_of
 from ..checks import check_units, refuse_unreduced, widen_state
-from ..engines_of_optimizer import open_runtime_of
+from ..engines_of_optimizer import open_runtime_of, same_params
 from ..registry import is_declared, kind_of
 from .exchange import OwnedParam, Part, Spares
 from .groups import PartGroup
@@ -106,10 +106,7 @@ class EngineParts:
     def _take_groups(self, optimizer: Any) -> None:
         """Read the optimizer's groups, unless they are those of the last step."""
         groups = optimizer.param_groups
-        if len(groups) == len(self._listed) and all(
-            len(held) == len(group["params"]) and all(map(operator.is_, held, group["params"]))
-            for held, group in zip(self._listed, groups, strict=True)
-        ):
+        if same_params(groups, self._listed):
             return
         params: dict[int, ShardTensor] = {}
         units: dict[int, Unit] = {}
