@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -79,7 +80,8 @@ class InBackward:
         # The options of the groups as the latest backward has found them; empty after a step of the user's.
         self._options: list[Options] = []
         # The following are kept by index of the unit.
-        self._expected: dict[int, weakref.WeakSet[Use]] = {}  # the forwards that backward has not come back to
+        # The forwards that backward has not come back to.
+        self._expected: defaultdict[int, weakref.WeakSet[Use]] = defaultdict(weakref.WeakSet)
         self._issued: dict[int, bool] = {}  # units reduced in this backward; True: they are stepped at its end
         self._gathered: set[int] = set()  # units gathered once more after their reduction
         self._computed_with: set[int] = set()  # those among them that this rank has computed with
@@ -183,23 +185,18 @@ class InBackward:
     # -- when a unit is stepped -------------------------------------------------------------------------------------
     def expect(self, use: Use) -> None:
         """Note that backward may come back to a forward of a unit."""
-        found = self._expected.get(use.unit.index)
-        if found is None:
-            found = self._expected[use.unit.index] = weakref.WeakSet()
-        found.add(use)
+        self._expected[use.unit.index].add(use)
 
     def note_reached(self, use: Use) -> None:
         """Note that backward has come back to a forward of a unit."""
-        found = self._expected.get(use.unit.index)
-        if found is not None:
-            found.discard(use)
+        self._expected[use.unit.index].discard(use)
 
     def postpones(self, unit: Unit) -> bool:
         """Return True if `unit`, whose gradients are complete, is stepped at the end of backward only."""
         postponed = (
             self._all_at_end
             or bool(unit.kept)
-            or len(self._expected.get(unit.index, ())) > 0
+            or len(self._expected[unit.index]) > 0
             or (not unit.gathers and self._may_be_saved(unit))
         )
         self._issued[unit.index] = postponed and self._issued.get(unit.index, True)
@@ -209,11 +206,8 @@ class InBackward:
         """Return True if autograd may have saved values of a replicated unit."""
         if not unit.collectives.counts_references:
             return True
-        return any(_storage_uses(flat) > self._uses_of(flat) for flat in unit.flats)
-
-    def _uses_of(self, flat: FlatBuffer) -> int:
-        """Return the use count of a replicated unit's memory when autograd has saved no values."""
-        return self._uses.get(id(flat), flat.storage_baseline)
+        # Before the first backward the engine's own references count.
+        return any(_storage_uses(flat) > self._uses.get(id(flat), flat.storage_baseline) for flat in unit.flats)
 
     def note_unsharded(self, unit: Unit) -> None:
         """Note that `unit` is unsharded, because some rank needs it."""
