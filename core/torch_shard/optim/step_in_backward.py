@@ -58,7 +58,7 @@ class InBackward:
 
     def __init__(self, optimizer: Any, runtime: Runtime) -> None:
         self.optimizer = optimizer
-        self._runtime = weakref.ref(runtime)
+        self._runtime = runtime
         refuse_repeated(self.optimizer)
         grad_scaler.follow()
         step = type(optimizer).step
@@ -92,8 +92,7 @@ class InBackward:
 
     @property
     def _where(self) -> str:
-        runtime = self._runtime()
-        return f"rank {runtime.collectives.world_rank if runtime is not None else '?'}: "
+        return f"rank {self._runtime.collectives.world_rank}: "
 
     # -- around a backward --------------------------------------------------------------------------------------
     def begin(self, syncing: bool) -> None:
@@ -110,9 +109,7 @@ class InBackward:
         if grad_scaler.is_running():
             self.refuse("torch.amp.GradScaler (it has scaled this backward's loss)")
         refuse_repeated(self.optimizer)
-        runtime = self._runtime()
-        if runtime is not None:
-            refuse_others(self.optimizer, runtime, "engine.step_in_backward: ")
+        refuse_others(self.optimizer, self._runtime, "engine.step_in_backward: ")
         if not self._begun:
             for noted in (self._stepped, self._issued, self._gathered, self._computed_with):
                 noted.clear()
@@ -225,9 +222,8 @@ class InBackward:
 
         At the end of backward the ranks compare their votes; the largest counts.
         """
-        runtime = self._runtime()
         votes: list[int] = []
-        for unit in runtime.units if runtime is not None else ():
+        for unit in self._runtime.units:
             stepped = self._issued.get(unit.index) is False
             here = self._gathered if unit.gathers else self._issued
             votes += [stepped and unit.index in here, unit.index in self._computed_with]
@@ -239,8 +235,7 @@ class InBackward:
         Raises:
             ShardError: on all ranks; a unit was needed once more when some rank may have stepped it.
         """
-        runtime = self._runtime()
-        for i, unit in enumerate(runtime.units if runtime is not None else ()):
+        for i, unit in enumerate(self._runtime.units):
             if all(votes[2 * i : 2 * i + 2]):
                 raise ShardError(
                     f"{self._where}backward computed with {unit.names[0]} (unit {unit.name!r}) once more after its step, by a "
