@@ -11,6 +11,7 @@ import torch
 
 from ..comm.collectives import Collectives
 from ..comm.streams import streams_of
+from ..offload.host_gradients import PIECE
 from ..shard_tensor.host_memory import flat_of
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
@@ -19,7 +20,6 @@ from ..unshard.scattered_values import reduced_grad_of
 __all__ = ["Owners", "common_shard", "gather_columns", "local_norm", "local_shards", "wide_dtype"]
 
 _flat, _spec = map(operator.attrgetter, ("_shard_state.flat", "_shard_state.spec"))
-_PIECE = 1 << 16  # elements
 
 Owners: TypeAlias = tuple[Collectives, Any]
 """The ranks that share some shards: a communicator over them, and the collectives of the engine that it belongs to."""
@@ -106,9 +106,9 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """
     if tensor.is_complex():
         tensor = tensor.abs()
-    if streams_of(tensor.device).exist or tensor.numel() <= 2 * _PIECE or not tensor.is_contiguous():
+    if streams_of(tensor.device).exist or tensor.numel() <= 2 * PIECE or not tensor.is_contiguous():
         return (tensor,)
-    return tensor.view(-1).split(_PIECE)
+    return tensor.view(-1).split(PIECE)
 
 
 def gather_columns(
