@@ -6,6 +6,7 @@ on some ranks only, and gradients may be cleared by hand.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -70,11 +71,8 @@ class _Gradients:
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the norm."""
-        result = None
-        for dtype in self.dtypes:
-            dtype = dtype if not dtype.is_complex else dtype.to_real()
-            result = dtype if result is None else torch.promote_types(result, dtype)
-        return torch.float32 if result is None else result
+        real = [dtype.to_real() for dtype in self.dtypes]
+        return functools.reduce(torch.promote_types, real) if real else torch.float32
 
     def everything(self) -> list[torch.Tensor]:
         """Return all tensors that hold gradients."""
