@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..utils.autograd_private import storage_uses
 from .host import Host
 from .host_thread import Task
 from .pending_writes import Copying, PendingWrites, Work
@@ -53,11 +54,11 @@ class HostGradients:
     def _take(self, dtype: torch.dtype) -> torch.Tensor:
         """Return memory to which nothing refers any more: a gradient that the user keeps stays as it was."""
         for buffer, alone in self._buffers:
-            if buffer.dtype == dtype and _uses(buffer) == alone:
+            if buffer.dtype == dtype and storage_uses(buffer) == alone:
                 return buffer.detach()
         buffer = self.host.empty(self._numel, dtype)
         if len(self._buffers) < _SPARE:
-            self._buffers.append((buffer, _uses(buffer)))
+            self._buffers.append((buffer, storage_uses(buffer)))
         return buffer.detach()
 
     def receive(
@@ -234,12 +235,6 @@ class HostGradients:
         # It is done right before the step on these gradients, or when they are read: else the first unit's step would wait
         # until all units are scaled.
         self._begin(self.host.thread.later(work), grads)
-
-
-def _uses(buffer: torch.Tensor) -> int:
-    """Return how many tensors, of Python or of C++, refer to the memory."""
-    found: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
-    return found
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -27,6 +27,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.gradient_buffer import GradientBuffer
+from ..utils.autograd_private import storage_uses
 from .checks import refuse_others, refuse_repeated
 from .elementwise.step import FlatStep
 from .engines_of_optimizer import params_of
@@ -138,7 +139,7 @@ class InBackward:
             self._all_at_end = False
         for flat, _ in self._steps.values():
             if not flat.gathers:
-                self._uses[id(flat)] = _storage_uses(flat)
+                self._uses[id(flat)] = storage_uses(flat.full)
         with torch._C.DisableTorchFunctionSubclass():
             for number in self._stepped:
                 _, work = self._steps[number]
@@ -204,7 +205,7 @@ class InBackward:
         if not unit.collectives.counts_references:
             return True
         # Before the first backward the engine's own references count.
-        return any(_storage_uses(flat) > self._uses.get(id(flat), flat.storage_baseline) for flat in unit.flats)
+        return any(storage_uses(flat.full) > self._uses.get(id(flat), flat.storage_baseline) for flat in unit.flats)
 
     def note_unsharded(self, unit: Unit) -> None:
         """Note that `unit` is unsharded, because some rank needs it."""
@@ -305,8 +306,3 @@ class InBackward:
             f"{self._where}{what} with engine.step_in_backward(): a unit's gradients are used and freed before the others' are "
             "known. Leave one of them out."
         )
-
-
-def _storage_uses(flat: FlatBuffer) -> int:
-    storage: int = torch._C._storage_Use_Count(flat.full.untyped_storage()._cdata)
-    return storage

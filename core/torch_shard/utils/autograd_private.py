@@ -1,5 +1,5 @@
-"""Private names of torch: the running graph task, sequence numbers of nodes, hooks for saved tensors, and whether
-``functional_call`` runs."""
+"""Private names of torch: the running graph task, sequence numbers of nodes, hooks for saved tensors, uses of memory, and
+whether ``functional_call`` runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ def inside_functional_call() -> bool:
     """Return True inside `torch.func.functional_call`, which puts the caller's own tensors into the modules for one call."""
     stack = traceback.walk_stack(sys._getframe(1))
     return any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame, _ in stack)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """Return the number of references to a tensor's memory: one for each tensor over it, of Python or of C++, and one for the
+    storage object that this function makes. Undocumented (torch 2.11 to 2.13)."""
+    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return found
 
 
 graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public accessor (torch 2.13)

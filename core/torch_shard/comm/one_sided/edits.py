@@ -19,6 +19,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ...utils.autograd_private import storage_uses
+
 __all__ = ["Edits", "checksum"]
 
 _MASK = (1 << 61) - 1
@@ -113,5 +115,4 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _only_here(tensor: torch.Tensor) -> bool:
     """Return True if no other tensor has the memory of `tensor`."""
-    # One reference is the tensor's, one that of the object which untyped_storage() makes; undocumented (torch 2.11 to 2.13).
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+    return storage_uses(tensor) <= 2
