@@ -25,6 +25,7 @@ class GroupComm:
     rank: int
     calls: int = field(default=0, compare=False)
     bytes_sent: int = field(default=0, compare=False)
+    channel = unknown_step = None
 
     @property
     def world_rank(self):

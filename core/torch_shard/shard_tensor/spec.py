@@ -123,7 +123,7 @@ def gather_error(operands: Any, what: Any, why: str = "needs the full parameter"
         f"rank {specs[0].world_rank if specs else '?'}: {str(what).removeprefix('__get__:')} on the sharded {names} {why}. Use "
         "`with engine.gathered(parameter):` around it (grads=True for its gradient, write=True to keep changes)."
     )
-    step = getattr(specs[0].comm, "unknown_step", None) if specs else None
+    step = specs[0].comm.unknown_step if specs else None
     return NeedsGatherError(message if step is None else step.refuse(message))
 
 
@@ -132,14 +132,11 @@ def same_cut(a: ShardSpec, b: ShardSpec) -> bool:
     return a is b or (a.cut == b.cut and _same_ranks(a.comm, b.comm))
 
 
-def _same_ranks(a: Any, b: Any) -> bool:
+def _same_ranks(a: ScalarComm, b: ScalarComm) -> bool:
     """Return True if two communicators are over the same process group, on which each engine has its own."""
-    if a is b or a == b:
-        return True
-    channel, other = getattr(a, "channel", None), getattr(b, "channel", None)
-    if channel is None or other is None:
-        return channel is other and a.size == b.size == 1
-    return channel.group is other.group
+    if a.channel is None or b.channel is None:
+        return a.channel is b.channel
+    return a.channel.group is b.channel.group
 
 
 def shard_of_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

@@ -50,7 +50,7 @@ def stands_alone(tensor: Any) -> bool:
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.requires_grad:
                 return False
-    step = getattr(tensor._spec.comm, "unknown_step", None)
+    step = tensor._spec.comm.unknown_step
     return step is None or not step.runs()
 
 
