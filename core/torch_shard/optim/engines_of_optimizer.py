@@ -45,7 +45,7 @@ def open_runtime_of(param: Any) -> Runtime | None:
     if unit is None:
         return None
     runtime = registry.runtime_of(unit)
-    return runtime if runtime.steps is not None and runtime.steps() is not None else None
+    return runtime if runtime.steps() is not None else None
 
 
 def first_runtime(optimizer: Any) -> Runtime | None:

@@ -33,7 +33,7 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
         this = args[0]
         # The leading engine now: the one that the optimizer was attached to may be closed, or another one may lead.
         runtime = first_runtime(this)
-        watch = runtime.steps() if runtime is not None and runtime.steps is not None else None
+        watch = None if runtime is None else runtime.steps()
         if watch is not None:
             args, kwargs = watch.before(this, args, kwargs, function, sys._getframe(1)) or (args, kwargs)
         result = step(*args[1:], **kwargs) if step is not None and this is optimizer else function(*args, **kwargs)

@@ -219,7 +219,7 @@ class StepWatch:
             else:
                 backend = MatrixStep(optimizer, runtimes)
         for runtime in runtimes:
-            watch = runtime.steps() if runtime.steps is not None else None
+            watch = runtime.steps()
             if watch is not None and watch._backends.get(optimizer) is not backend:
                 watch._backends[optimizer] = backend  # any of the watches, when it is closed, has it forget
         if isinstance(backend, HostStep):
@@ -329,7 +329,7 @@ def _watch_steps() -> None:
 
 def _tell_open_engines(optimizer: Any, args: Any, kwargs: Any) -> None:
     for runtime in list(OPEN):
-        watch = None if runtime.steps is None else runtime.steps()
+        watch = runtime.steps()
         if watch is not None:
             watch.find(optimizer, args, kwargs)
 

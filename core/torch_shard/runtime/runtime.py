@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,7 @@ class Runtime:
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # of optimizers that step on full matrices
         self.in_backward: StepInBackward | None = None  # the optimizer that steps during backward
-        self.steps: weakref.ref[Any] | None = None  # watches optimizers' steps, once there is an engine
+        self.steps: Callable[[], Any] = lambda: None  # returns what watches optimizers' steps, while there is an engine
         quantized = config.quantized
         # Error feedback carries residuals from one step to the next. A scaler changes their scale, and skips steps.
         self.feeds_back = quantized is not None and quantized.gradients is not None and quantized.error_feedback
