@@ -19,8 +19,9 @@ from ..runtime.runtime import Runtime
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.unit import unit_of
+from ..unshard.scattered_values import local_grads
 from .checks import refuse_partials
-from .norms import Owners, common_shard, gather_columns, local_norm, local_shards, wide_dtype
+from .norms import Owners, common_shard, gather_columns, local_norm, wide_dtype
 
 
 class _Gradients:
@@ -59,7 +60,7 @@ class _Gradients:
             piece = common_shard(flat, chosen, wait=False) if padding else None
             if piece is not None:
                 self._flats[id(piece)] = flat
-            shards = local_shards(flat, chosen) if piece is None else [piece]
+            shards = local_grads(flat, chosen) if piece is None else [piece]
             comm = flat.params[0]._spec.comm
             self.shards.setdefault(id(comm), ((flat.collectives, comm), []))[1].extend(shards)
         plain = [p for p in (ignored if chosen is None else chosen.values()) if not isinstance(p, ShardTensor)]

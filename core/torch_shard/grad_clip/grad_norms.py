@@ -9,7 +9,8 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime.runtime import Runtime
-from .norms import Owners, common_shard, gather_columns, local_norm, local_shards, wide_dtype
+from ..unshard.scattered_values import local_grads
+from .norms import Owners, common_shard, gather_columns, local_norm, wide_dtype
 
 __all__ = ["grad_norms"]
 
@@ -34,7 +35,7 @@ def grad_norms(
             comm = flat.params[0]._spec.comm
             piece = common_shard(flat, chosen)
             row = comms.setdefault(id(comm), (comm, [[] for _ in units]))[1][number]
-            row += local_shards(flat, chosen) if piece is None else [piece]
+            row += local_grads(flat, chosen) if piece is None else [piece]
     columns: list[tuple[Owners | None, torch.Tensor]] = []
     with torch.no_grad():
         for comm, rows in comms.values():

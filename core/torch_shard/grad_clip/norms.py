@@ -15,9 +15,8 @@ from ..offload.host_gradients import PIECE
 from ..shard_tensor.host_memory import flat_of
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
-from ..unshard.scattered_values import reduced_grad_of
 
-__all__ = ["Owners", "common_shard", "gather_columns", "local_norm", "local_shards", "wide_dtype"]
+__all__ = ["Owners", "common_shard", "gather_columns", "local_norm", "wide_dtype"]
 
 _flat, _spec = map(operator.attrgetter, ("_shard_state.flat", "_shard_state.spec"))
 
@@ -56,15 +55,6 @@ def common_shard(flat: FlatBuffer, chosen: Container[int] | None, wait: bool = T
             return None
     base: torch.Tensor | None = found[0]
     return base if own and all(other is base for other in found) else None
-
-
-def local_shards(flat: FlatBuffer, chosen: Container[int] | None) -> list[torch.Tensor | None]:
-    """Return this rank's shard of each gradient in `flat`, None where there is none; `chosen`: see :func:`common_shard`."""
-    shards: list[torch.Tensor | None] = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for grad in [reduced_grad_of(p) for p in flat.params if chosen is None or id(p) in chosen]:
-            shards.append(None if grad is None else grad._local)
-    return shards
 
 
 def local_norm(

@@ -5,6 +5,7 @@ None of these functions touches a module.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -86,13 +87,16 @@ def reduced_grad_of(param: torch.Tensor) -> Any:
     return grad
 
 
-def local_grads(flat: FlatBuffer) -> list[torch.Tensor | None]:
+def local_grads(flat: FlatBuffer, chosen: Container[int] | None = None) -> list[torch.Tensor | None]:
     """Return this rank's shards of the reduced gradients, one for each parameter, None where there is no gradient.
+
+    `chosen`: ids of the parameters that count; None for all.
 
     Raises:
         ShardError: no_sync() defers a gradient's reduction.
     """
-    return [None if g is None else g._local for g in map(reduced_grad_of, flat.params)]
+    params = flat.params if chosen is None else [p for p in flat.params if id(p) in chosen]
+    return [None if g is None else g._local for g in map(reduced_grad_of, params)]
 
 
 def set_grad(param: ShardTensor, local: torch.Tensor | None) -> None:
