@@ -66,7 +66,8 @@ class PendingWrites:
         # By id: the tensors whose shards were taken away. The references are weak because a tensor refers to this object, and
         # autograd to gradients, so that the garbage collector could not free them.
         self._taken: dict[int, weakref.ref[Any]] = {}
-        self._aliases: dict[int, weakref.ref[Any]] = {}  # by id: the user's sharded tensors over the memory
+        # By id: the user's sharded tensors over the memory.
+        self._aliases: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._exported: list[ExportedTensor] = []  # plain tensors over the memory that the user may still have
         self.ended = 0
         # One thread waits on behalf of all; backward and an asynchronous save have threads of their own.
@@ -81,7 +82,8 @@ class PendingWrites:
             self.start_deferred()
             self._works.append(work)
             self.block_reads(tensors)
-            self.block_reads([alias for alias in (ref() for ref in list(self._aliases.values())) if alias is not None])
+            # A copy of the list, because other threads may make aliases meanwhile.
+            self.block_reads([alias for ref in self._aliases.valuerefs() if (alias := ref()) is not None])
         if self.exposed:
             self.wait()
 
@@ -127,14 +129,7 @@ class PendingWrites:
     # -- for sharded tensors --------------------------------------------------------------------------------------
     def add_alias(self, alias: Any) -> None:
         """Make one more sharded tensor over the memory, which the user has made, wait for works from now on."""
-        number, own = id(alias), weakref.ref(self)
-
-        def gone(ref: Any) -> None:
-            writes = own()
-            if writes is not None and writes._aliases.get(number) is ref:
-                del writes._aliases[number]
-
-        self._aliases[number] = weakref.ref(alias, gone)
+        self._aliases[id(alias)] = alias
         alias._shard_state.pending_writes = self
 
     def block_reads(self, tensors: Iterable[Any]) -> None:
