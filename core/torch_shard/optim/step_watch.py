@@ -134,7 +134,7 @@ class StepWatch:
         for held in runtimes:
             held.served.add(optimizer)
             held.versions.begin_change()
-        return _replaced(*(changed or (args, kwargs)), functools.partial(_between_changes, runtimes))
+        return _replaced(*changed, functools.partial(_between_changes, runtimes))
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End a step that was called with `args`: the user's, or those that :meth:`before` has returned."""

@@ -194,10 +194,7 @@ class EngineParts:
             self._parts.append([(self._part(params, owners), params) for params in found])
 
     def _part(self, params: list[Any], owners: dict[str, int]) -> Part:
-        entries = []
-        for p in {id(p): p for p in params}.values():
-            flat, _ = _place(p)
-            entries.append(OwnedParam(p, flat, owners[p._spec.name]))
+        entries = [OwnedParam(p, _place(p)[0], owners[p._spec.name]) for p in {id(p): p for p in params}.values()]
         names = list(dict.fromkeys(repr(p._unit_ref().name) for p in params))
         some = f"unit {names[0]}" if len(names) == 1 else f"units {names[0]} to {names[-1]}" if names else "no unit"
         return Part(entries, self.runtime.collectives, self._spares, f"{self._name}.step() on {some}")
