@@ -157,9 +157,7 @@ class _Recomputed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
-        if not (layer.training and torch.is_grad_enabled()):
-            return self.forward(*args, **kwargs)
-        if getattr(layer, "gradient_checkpointing", False):
+        if not (layer.training and torch.is_grad_enabled()) or getattr(layer, "gradient_checkpointing", False):
             return self.forward(*args, **kwargs)
         kwargs = _without_cache(layer, kwargs)
         if self.offload is None:
