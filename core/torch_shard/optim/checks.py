@@ -180,7 +180,7 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
 
     Such state is from before sharding, or from a plain checkpoint.
     """
-    state = getattr(optimizer, "state", None)
+    state = optimizer.state
     if not state:
         return
     params = params_of(optimizer)

@@ -238,7 +238,7 @@ class FlatStep(StepBackend):
             if own.runs.params or own.rest or self._only is None:
                 self._add(own, group, fuse)
         # Rounding advances once a step for each buffer, in the step that has the buffer's gradients.
-        for flat in {id(flat): flat for runs in self.all_runs for flat in runs.stepped_flats}.values():
+        for flat in {flat for runs in self.all_runs for flat in runs.stepped_flats}:
             if flat.rounding is not None:
                 flat.rounding.begin()
         if not self._torchs:  # others may work on all groups at once, in any order

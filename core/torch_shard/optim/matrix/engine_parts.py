@@ -98,7 +98,7 @@ class EngineParts:
                 for n, (part, params) in enumerate(parts):
                     last = n + 1 == len(parts)
                     groups.append(PartGroup(group, part, params, rest if last else [], misuse, self._counts))
-            for flat in {id(flat): flat for flat, _ in map(_place, self._params)}.values():
+            for flat in {flat for flat, _ in map(_place, self._params)}:
                 if flat.rounding is not None:
                     flat.rounding.begin()
         return groups
