@@ -131,7 +131,7 @@ def _run(call: FunctionCall) -> Any:
         if name not in EXPORTS or not isinstance(args[0], ShardTensor):
             raise gather_error(tensors, name)
         return _exported(call, args[0])
-    if name == "_foreach_norm" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if name == "_foreach_norm" and _records(tensors):
         return _norms(*args, **kwargs)
     derived, of_parameter = _descent(tensors)
     if derived and not _shards_suffice(call):
