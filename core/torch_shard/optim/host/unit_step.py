@@ -1,10 +1,8 @@
 """An optimizer's step on one flat buffer in host memory: prepared in the thread that asks for it, done on the host thread.
 
 To prepare a step is to take parameters, gradients, options and state as they are, without waiting for gradients that are on
-their way or still to be scaled. The arithmetic is a task of the host thread, which first waits for those. Until it has ended,
-the sharded tensors over the memory wait (:mod:`torch_shard.offload.pending_writes`); the user's counters are moved on at once.
-
-Where the outcome could not be the same, the arithmetic is done at once: see :mod:`.host.step`.
+their way or still to be scaled. The arithmetic is a task of the host thread, which first waits for those. Who waits for the task,
+and when the arithmetic is done at once instead: see :mod:`.step`.
 """
 
 from __future__ import annotations
