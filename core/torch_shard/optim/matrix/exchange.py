@@ -90,15 +90,13 @@ class Exchange:
 class OwnedParam:
     """A parameter that takes part in a step: its owner, and which of its elements, in memory order, each rank holds."""
 
-    __slots__ = ("flat", "held", "itemsize", "mine", "owner", "param")
+    __slots__ = ("flat", "held", "itemsize", "owner", "param")
 
     def __init__(self, param: ShardTensor, flat: FlatBuffer, owner: int) -> None:
         self.param, self.flat, self.owner = param, flat, owner
-        spec = param._spec
         self.itemsize = param._local.element_size()
-        ranks = flat.layout.owners(spec.index)
-        self.held = {rank: flat.layout.owned(spec.index, rank) for rank in ranks}
-        self.mine = (spec.start, spec.stop)
+        index = param._spec.index
+        self.held = {rank: flat.layout.owned(index, rank) for rank in flat.layout.owners(index)}
 
     @property
     def moves(self) -> bool:
@@ -226,10 +224,8 @@ class Part:
             chunks.append(torch.full((ALIGNMENT,), left, dtype=torch.uint8, device=self.c.device))
         what = f"{self.text}: new values"
         self._returning = Exchange(self.c, self.spares, chunks, self._back_to, self._back_from, what)
-        mine = [
-            (e.param._local, memory[id(e)][slice(*e.mine)]) for e in self.owned if e.moves and e.length(self.c.rank)
-        ]
-        _copy(mine)
+        me = self.c.rank
+        _copy([(e.param._local, memory[id(e)][slice(*e.held[me])]) for e in self.owned if e.moves and e.length(me)])
         self.fulls = []
 
     def collect(self) -> dict[int, torch.Tensor]:
