@@ -310,7 +310,9 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
     mine: dict[int, Any] = {}
     error: Exception | None = None
     try:
-        mine = {number: _described(state[number]) for number, owner in source.items() if owner == c.world_rank}
+        for number, owner in source.items():
+            if owner == c.world_rank:
+                mine[number] = map_tensors(state[number], lambda t: Sent(torch.empty_like(t, device="meta")))
         pickle.dumps(mine)  # values of the optimizer's own kind are among them
     except Exception as problem:  # the other ranks must hear of it
         error = ShardError(
@@ -349,7 +351,3 @@ def sent(
             found.append(memory.cpu().view(place.dtype).as_strided(place.shape, place.stride))
     values = iter(found)
     return map_tensors(description, lambda _: next(values)) if wanted else None
-
-
-def _described(value: Any) -> Any:
-    return map_tensors(value, lambda t: Sent(torch.empty_like(t, device="meta")))
