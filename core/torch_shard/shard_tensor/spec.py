@@ -11,7 +11,7 @@ import torch
 
 from ..comm.small_collectives import ScalarComm
 from ..errors import NeedsGatherError
-from ..layout.dtensor_placement import part_given
+from ..layout.dtensor_placement import is_dtensor, part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 from ..utils.pytree import tensors_in
@@ -151,7 +151,7 @@ def shard_of_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """
     if full.shape != spec.shape:
         raise ValueError(f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(full.shape)}.")
-    if hasattr(full, "_local_tensor"):
+    if is_dtensor(full):
         full = part_given(full, spec.part, spec.name)
     elif spec.part is not None:
         for dim, size in enumerate(spec.part.sizes):

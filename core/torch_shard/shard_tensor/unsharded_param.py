@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ShardError
+from ..layout.dtensor_placement import is_dtensor, local_of
 
 _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 _grad: Any = torch.Tensor.grad  # type: ignore[attr-defined]
@@ -91,18 +92,12 @@ set_own_grad: Callable[[Any, torch.Tensor | None], None] = _grad.__set__
 Call it with ``__torch_function__`` disabled for a ShardTensor."""
 
 
-def memory_of(param: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, and any other tensor itself."""
-    found: torch.Tensor = getattr(param, "_local_tensor", param)
-    return found
-
-
 def move(param: nn.Parameter, view: torch.Tensor) -> None:
     """Point an unsharded parameter at the memory of `view`."""
-    if memory_of(param) is param:
-        _data.__set__(param, view)
-    else:
+    if is_dtensor(param):
         param._local_tensor = view.data  # type: ignore[attr-defined]
+    else:
+        _data.__set__(param, view)
 
 
 def show_as_plain(params: list[nn.Parameter], plain: bool) -> None:
@@ -115,7 +110,7 @@ def show_as_plain(params: list[nn.Parameter], plain: bool) -> None:
 
 def is_view(param: torch.Tensor, view: torch.Tensor) -> bool:
     """Return True if an unsharded parameter has the memory, shape, strides and dtype of `view`."""
-    memory = memory_of(param)
+    memory = local_of(param)
     return (
         memory.data_ptr() == view.data_ptr()
         and memory.shape == view.shape

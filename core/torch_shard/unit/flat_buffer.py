@@ -17,7 +17,7 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..config.param_dtypes import Dtypes
 from ..errors import UnitStateError
-from ..layout.dtensor_placement import Placed, is_dtensor
+from ..layout.dtensor_placement import Placed, is_dtensor, local_of
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.stochastic_rounding import Rounding
@@ -26,7 +26,7 @@ from ..offload.host_shard import Crossing, HostShard
 from ..shard_tensor.dtensor_classes import gathered_parameter, shard_class, unsharded_parameter
 from ..shard_tensor.spec import ShardSpec, shard_of_part
 from ..shard_tensor.tensor import ShardTensor
-from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, memory_of, move, refuse_recorded_edit
+from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, move, refuse_recorded_edit
 from . import shard_reads
 from .gradient_buffer import GradientBuffer
 from .held_gradients import is_unshared
@@ -480,7 +480,7 @@ class FlatBuffer:
         if not self.distributed:
             return [unsharded._version for unsharded in self.unsharded_params]
         # An edit of a DTensor counts on the DTensor; an edit of its to_local() counts on the local tensor.
-        return [unsharded._version + memory_of(unsharded)._version for unsharded in self.unsharded_params]
+        return [unsharded._version + local_of(unsharded)._version for unsharded in self.unsharded_params]
 
 
 def _average(flat_ref: weakref.ref[FlatBuffer], index: int, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -11,8 +11,9 @@ from torch import nn
 
 from ..comm.consensus import agree
 from ..errors import DivergenceError, MissingRankError, ShardError
+from ..layout.dtensor_placement import local_of
 from ..runtime.runtime import Runtime
-from ..shard_tensor.unsharded_param import is_view, memory_of, own_grad
+from ..shard_tensor.unsharded_param import is_view, own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_flat
 from ..unit.unit import Unit
@@ -119,14 +120,14 @@ def settle(gathered: GatheredUnit) -> None:
             view = flat.view(buffer, i)
             if is_view(param, view):
                 continue
-            if memory_of(param).shape != view.shape or param.dtype != view.dtype:
+            if local_of(param).shape != view.shape or param.dtype != view.dtype:
                 raise ShardError(
                     f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} became {param.dtype} of shape "
                     f"{tuple(param.shape)} inside engine.gathered(); {view.dtype} of shape "
                     f"{tuple(view.shape)} can't hold it. engine.close() the model, change it, and shard again."
                 )
             with torch.no_grad():
-                view.copy_(memory_of(param).detach())
+                view.copy_(local_of(param).detach())
     for module, attribute, flat, index in unit.places:
         if module._parameters.get(attribute) is not gathered.unsharded_params[unit.flats.index(flat)][index]:
             raise ShardError(
