@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -256,11 +255,6 @@ class ShardTensor(torch.Tensor):
             return (Box((0,) * len(spec.shape), tuple(spec.shape)),)
         return spec.boxes()
 
-    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yield each box that this rank holds, with its values as a view in the parameter's dimensions."""
-        spec = self._spec
-        return boxes_in(self._local.detach(), spec.layout.slots[spec.index].order, self._chunks())
-
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -282,7 +276,7 @@ class ShardTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         spec = self._spec
-        for box, values in self._boxes():
+        for box, values in boxes_in(self._local.detach(), spec.layout.slots[spec.index].order, self._chunks()):
             if index.offset is None or tuple(index.offset) == box.offsets:
                 return values
         raise ValueError(f"rank {spec.world_rank} holds no part of {spec.name} at {tuple(index.offset)}.")
