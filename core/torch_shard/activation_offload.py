@@ -145,7 +145,7 @@ class ActivationOffload:
             type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
             and tensor.device.type != "meta"
-            and tensor.numel() * tensor.element_size() >= self.min_bytes
+            and tensor.nbytes >= self.min_bytes
             and not (tensor.requires_grad and tensor.is_leaf)  # the user's own, who keeps it
             and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
             and not is_of_unit(tensor)
@@ -203,7 +203,7 @@ class _Copy:
         self.offload = offload
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         self.storage, self.was_changed = weakref.ref(storage), False
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.nbytes
         self.own = offload._device(self.device)
         self.buffer: HostBuffer = self.own.pool.take(self.nbytes)
         self.host = self.buffer.memory[: self.nbytes].view(self.dtype)

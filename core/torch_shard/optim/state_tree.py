@@ -20,7 +20,7 @@ class Sent:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
         self.stride = tensor.stride()
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.nbytes = tensor.nbytes
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
