@@ -26,7 +26,6 @@ from ..runtime import grad_scaler
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad, set_own_grad
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.gradient_buffer import GradientBuffer
 from ..utils.autograd_private import storage_uses
 from .checks import refuse_others, refuse_repeated
 from .elementwise.step import FlatStep
@@ -68,15 +67,11 @@ class InBackward:
         if steps_on_host(optimizer, [runtime]):
             self._host = HostUnits(optimizer)
             self._host.function = self._function
-        # By id of a flat buffer: the buffer that was stepped after it in the latest backward.
-        self._followed: dict[int, FlatBuffer] = {}
+        # The buffer that was stepped after each in the latest backward.
+        self._followed: dict[FlatBuffer, FlatBuffer] = {}
         self._latest: FlatBuffer | None = None
-        self._steps = {
-            id(flat.gradients): (flat, FlatStep(optimizer, runtime, flat))
-            for unit in runtime.units
-            for flat in unit.flats
-        }
-        self._stepped: set[int] = set()  # the ids of the gradient buffers that were used in this backward
+        self._steps = {flat: FlatStep(optimizer, runtime, flat) for flat in runtime.flats}
+        self._stepped: set[FlatBuffer] = set()  # the buffers that were stepped in this backward
         self._classes: dict[type, type] = {}  # of proxies
         # The options of the groups as the latest backward has found them; empty after a step of the user's.
         self._options: list[Options] = []
@@ -89,7 +84,7 @@ class InBackward:
         # The next backward may run through an earlier forward, which was not noted.
         self._all_at_end = bool(runtime.forward_order)
         self._inside = self._begun = False  # see `enter_call`
-        self._uses: dict[int, int] = {}  # the use counts of the memory of replicated units, between backwards
+        self._uses: dict[FlatBuffer, int] = {}  # the use counts of the memory of replicated units, between backwards
 
     @property
     def _where(self) -> str:
@@ -137,13 +132,10 @@ class InBackward:
             options.write_back()
         if not self._inside:
             self._all_at_end = False
-        for flat, _ in self._steps.values():
-            if not flat.gathers:
-                self._uses[id(flat)] = storage_uses(flat.full)
+        self._uses = {flat: storage_uses(flat.full) for flat in self._steps if not flat.gathers}
         with torch._C.DisableTorchFunctionSubclass():
-            for number in self._stepped:
-                _, work = self._steps[number]
-                for p in work.stepped():
+            for flat in self._stepped:
+                for p in self._steps[flat].stepped():
                     if own_grad(p) is not None:
                         raise ShardError(
                             f"{self._where}a gradient of {p._spec.name} arrived after its step: a term of the loss uses the "
@@ -205,7 +197,7 @@ class InBackward:
         if not unit.collectives.counts_references:
             return True
         # Before the first backward the engine's own references count.
-        return any(storage_uses(flat.full) > self._uses.get(id(flat), flat.storage_baseline) for flat in unit.flats)
+        return any(storage_uses(flat.full) > self._uses.get(flat, flat.storage_baseline) for flat in unit.flats)
 
     def note_unsharded(self, unit: Unit) -> None:
         """Note that `unit` is unsharded, because some rank needs it."""
@@ -246,10 +238,10 @@ class InBackward:
                 )
 
     # -- one unit -----------------------------------------------------------------------------------------------
-    def step(self, gradients: GradientBuffer) -> None:
-        """Update the parameters of `gradients`, which have their ``.grad``, and free the gradients."""
-        flat, work = self._steps[id(gradients)]
-        if id(gradients) in self._stepped:
+    def step(self, flat: FlatBuffer) -> None:
+        """Update the parameters of `flat`, which have their ``.grad``, and free the gradients."""
+        work = self._steps[flat]
+        if flat in self._stepped:
             raise ShardError(
                 f"{self._where}parameters of {flat.layout.slots[0].name}'s unit got gradients twice in one backward, so they "
                 "can't be stepped during it; leave engine.step_in_backward() out."
@@ -259,7 +251,7 @@ class InBackward:
         else:
             self._step_on_host(self._host, flat, work)
         self.optimizer._opt_called = True  # as far as torch's schedulers are concerned
-        self._stepped.add(id(gradients))
+        self._stepped.add(flat)
         unit = flat.unit()
         if unit is not None:
             self._issued[unit.index] = False
@@ -284,9 +276,9 @@ class InBackward:
         prepared = host.prepare(flat, work)
         if prepared is None:
             return
-        host.step(prepared, self._followed.get(id(flat)))
+        host.step(prepared, self._followed.get(flat))
         if self._latest is not None:
-            self._followed[id(self._latest)] = flat
+            self._followed[self._latest] = flat
         self._latest = flat
 
     # -- what can't be had together ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ..unit.gradient_buffer import GradientBuffer
+    from ..unit.flat_buffer import FlatBuffer
     from ..unit.unit import Unit
     from .use import Use
 
@@ -51,8 +51,8 @@ class StepInBackward(Protocol):
     def check_votes(self, votes: Sequence[int]) -> None:
         """Raise if the largest votes of the ranks say that backward has computed with stepped values."""
 
-    def step(self, gradients: GradientBuffer) -> None:
-        """Step the parameters whose reduced gradients these are."""
+    def step(self, flat: FlatBuffer) -> None:
+        """Step the parameters of `flat`, whose gradients are reduced."""
 
     def take_back(self, optimizer: Any) -> None:
         """Undo what the latest backward has done to the options of `optimizer`, which steps outside backward now."""

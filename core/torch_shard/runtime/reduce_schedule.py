@@ -130,7 +130,7 @@ class ReduceSchedule:
         seen = flat.gradients.arrivals() if self._agreed is None else self._agreed[id(flat)]
         self._publish([(unit, flat)], {id(flat): seen})
         assert self.runtime.in_backward is not None
-        self.runtime.in_backward.step(flat.gradients)
+        self.runtime.in_backward.step(flat)
 
     def compare(self) -> None:
         """Agree with the other ranks on what is left at the end of backward, and start to reduce it. Collective.
