@@ -107,7 +107,7 @@ def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
         with held_up(offloaded):
             offloaded.optimizer.step()
             for flat in flats(offloaded):
-                for piece in [p for runs in work._steps[id(flat)][1].all_runs for p in runs.pieces]:
+                for piece in [p for runs in work._steps[flat].all_runs for p in runs.pieces]:
                     piece.state.clear()  # a kernel that finds no counter
                     piece.state["step"] = "one"
     else:

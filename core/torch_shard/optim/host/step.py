@@ -68,7 +68,7 @@ class HostStep(FlatStep):
         super().__init__(optimizer, runtime, REST)
         self.runtime = runtime
         self.units = HostUnits(optimizer)
-        self._steps: dict[int, tuple[FlatBuffer, FlatStep]] = {}
+        self._steps: dict[FlatBuffer, FlatStep] = {}
 
     def open(self) -> None:
         optimizer = self._optimizer()
@@ -93,12 +93,12 @@ class HostStep(FlatStep):
         """Return the flat buffers in the order of the next forward, as far as the last one tells, with their steps."""
         units = list(dict.fromkeys([*self.runtime.reductions.used, *self.runtime.units]))
         flats = [flat for unit in units for flat in unit.flats]
-        if any(id(flat) not in self._steps for flat in flats):
-            self._steps = {id(flat): (flat, FlatStep(optimizer, self.runtime, flat)) for flat in flats}
-        return [self._steps[id(flat)] for flat in flats]
+        if not self._steps.keys() >= set(flats):
+            self._steps = {flat: FlatStep(optimizer, self.runtime, flat) for flat in flats}
+        return [(flat, self._steps[flat]) for flat in flats]
 
     def forget(self) -> None:
-        for flat, step in self._steps.values():
+        for flat, step in self._steps.items():
             flat.wait_for_host()
             step.forget()
         self._steps = {}

@@ -52,13 +52,12 @@ class HostUnits:
         self._optimizer: Any = weakref.ref(optimizer)
         self.function: Callable[..., Any] | None = None
         self._classes: dict[type, type] = {}  # of proxies
-        self._on_disk: dict[int, list[torch.Tensor]] = {}  # by id of the flat buffer: its state
+        self._on_disk: dict[FlatBuffer, list[torch.Tensor]] = {}  # the state of each flat buffer
         self._ahead: FlatBuffer | None = None  # the buffer that was read ahead last
         self._groups: list[dict[str, Any]] = []  # with the options at the beginning of the step
         self._together = TaskGroup()
         self._held: set[int] = set()  # the ids of the optimizer's parameters
-        # By id of the flat buffer: `_switches` of its last step that was done at once.
-        self._switches: dict[int, Any] = {}
+        self._switches: dict[FlatBuffer, Any] = {}  # `_switches` of each buffer's last step that was done at once
 
     def begin(self) -> None:
         """Begin a step, of which one flat buffer after the other is prepared and stepped."""
@@ -88,7 +87,7 @@ class HostUnits:
             return
         switches = _switches(optimizer, self._groups)
         task = functools.partial(self._run, prepared, optimizer, following)
-        if self._switches.get(id(flat)) != switches or not _may_wait(optimizer, step):
+        if self._switches.get(flat) != switches or not _may_wait(optimizer, step):
             flat.wait_for_host()
             flat.host.host.forget_arrived()
             task()
@@ -98,7 +97,7 @@ class HostUnits:
                 flat.host.host.give_up(error)
                 raise
             _note_pending_writes(flat, step)
-            self._switches[id(flat)] = switches
+            self._switches[flat] = switches
             return
         # A copy of all attributes that a step may read, since they may change later.
         object.__setattr__(prepared.proxy, "__dict__", dict(optimizer.__dict__))
@@ -144,7 +143,7 @@ class HostUnits:
     def _kept(self, flat: FlatBuffer) -> list[torch.Tensor]:
         """Return what a step on a flat buffer needs from disk."""
         own = [flat.memory] if flat.host is not None and flat.host.host.offload.nvme_params else []
-        return own + self._on_disk.get(id(flat), [])
+        return own + self._on_disk.get(flat, [])
 
     def _to_disk(self, flat: FlatBuffer, step: FlatStep) -> None:
         """Move state to disk that was made or replaced by the last step. The next step takes everything anew.
@@ -155,7 +154,7 @@ class HostUnits:
         disk = flat.host.host.disk if flat.host is not None else None
         if disk is None:
             return
-        known = self._on_disk.get(id(flat), [])
+        known = self._on_disk.get(flat, [])
         kept: dict[int, torch.Tensor] = {}
         for value in (value for runs in step.all_runs for value in runs.elements):
             local = value._local
@@ -169,7 +168,7 @@ class HostUnits:
             if place is not base:
                 at = local.storage_offset() - base.storage_offset()
                 value._shard_state.local, value._shard_state.flat = place[at : at + local.numel()], place
-        self._on_disk[id(flat)] = list(kept.values())
+        self._on_disk[flat] = list(kept.values())
         disk.write_behind(kept.values())
 
     def forget(self) -> None:
