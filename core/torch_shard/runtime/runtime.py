@@ -8,7 +8,6 @@ backwards. :mod:`.unshard_schedule` decides on unshards, their order and prefetc
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
