@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         names = {"a": arguments.a, "b": arguments.b}
         common = len(a.keys() & b.keys())
-        print_json({**names, "equal": not found, "compared": common, "differences": [_plain(own) for own in found]})
+        print_json({**names, "equal": not found, "compared": common, "differences": list(map(vars, found))})
     elif found:
         for own in found:
             print(_line(own))
@@ -59,10 +59,6 @@ def _parts(path: str, model_only: bool) -> Parts:
     if parts.refused:
         raise CheckpointError(f"{parts.refused[0]} --model-only compares nothing but the models.")
     return parts
-
-
-def _plain(own: Difference) -> dict[str, Any]:
-    return {key: value if key in ("a", "b") and value is None else plain(value) for key, value in vars(own).items()}
 
 
 def _line(own: Difference) -> str:
