@@ -65,16 +65,15 @@ def save_contents(
     path: str | os.PathLike[str],
     contents: Mapping[str, Any],
     *,
-    sources: Sequence[Source] | None = None,
-    keep: int | None = None,
+    sources: Sequence[Source] | None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
     """Write a checkpoint of given contents, as :func:`save` does. Collective; for front ends.
 
     Args:
         engine: the engine whose ranks write.
-        sources: the models that the manifest describes, the engine's by default.
-        path, keep, asynchronous: the arguments of :meth:`torch_shard.Engine.save`.
+        sources: the models that the manifest describes; None for the engine's.
+        path, asynchronous: the arguments of :meth:`torch_shard.Engine.save`.
         contents: tensors, ShardTensors and objects by the names of :mod:`.entries`, the same on all ranks. Rank 0's ``extra``
             is saved.
     """
@@ -82,7 +81,7 @@ def save_contents(
     def prepare() -> tuple[list[Source], dict[str, Any]]:
         return sources_of(engine, None) if sources is None else list(sources), dict(contents)
 
-    return _save(engine, path, prepare, keep, asynchronous)
+    return _save(engine, path, prepare, None, asynchronous)
 
 
 def _save(
