@@ -182,11 +182,12 @@ def optim_state_dict_to_load(
     settings = engine._runtime.state_dict_settings
     if settings is not None and getattr(settings.optim_state_dict_config, "rank0_only", False):
         result = scatter_full_optim_state_dict(optim_state_dict, model, optim=optim)
-        if load_directly:
-            optim.load_state_dict(result)
-            optimizer_state.keep_as_saved(optim, result["state"])
-        return result
-    return _to_load(engine, optim, optim_state_dict, what, load_directly)
+    else:
+        result = _to_load(engine, optim, optim_state_dict, what)
+    if load_directly:
+        optim.load_state_dict(result)
+        optimizer_state.keep_as_saved(optim, result["state"])
+    return result
 
 
 def shard_full_optim_state_dict(
@@ -355,9 +356,7 @@ def _named(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any
 # -- shared -----------------------------------------------------------------------------------------------------------
 
 
-def _to_load(
-    engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str, directly: bool = False
-) -> dict[str, Any]:
+def _to_load(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str) -> dict[str, Any]:
     error: Exception | None = None
     named: dict[str, Any] = {}
     try:
@@ -368,11 +367,7 @@ def _to_load(
     agree(engine._runtime, what, chunked, error)
     if chunked:
         named = _with_shards(engine, optim, named, chunked, what)
-    result = optimizer_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
-    if directly:
-        optim.load_state_dict(result)
-        optimizer_state.keep_as_saved(optim, result["state"])
-    return result
+    return optimizer_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
 
 
 def _is_chunked(value: Any) -> bool:
