@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm.collective_steps import broadcast
-from .comm.consensus import agree
+from .comm.collective_steps import broadcast, each
 from .engine import Engine, engine_of
 from .errors import ConfigError, StateDictError
 from .optim import state_tree
@@ -102,15 +101,11 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, gro
 def _sharded(
     engine: Engine, optim: torch.optim.Optimizer, given: dict[str, Any] | None, what: str, offload: bool = True
 ) -> dict[str, Any]:
-    names: list[str] = []
-    taken: dict[str, Any] = {"state": {}, "param_groups": []}
-    error: Exception | None = None
-    try:
+    def take() -> tuple[list[str], dict[str, Any]]:
         names = _by_number(engine, optim)
-        taken = optimizer_state.complete(optim.state_dict() if given is None else given, what, engine.rank)
-    except Exception as problem:  # the other ranks must hear of it
-        error = problem
-    agree(engine._runtime, what, names, error)
+        return names, optimizer_state.complete(optim.state_dict() if given is None else given, what, engine.rank)
+
+    names, taken = each(engine._runtime, what, take, key=lambda found: found[0])
     keep = _shards_of(optim)
     state = matrix_state.collect(engine._runtime, taken["state"], len(names), what, keep)
     if engine.world_size == 1 and matrix_state.is_matrix(engine._runtime, optim):
@@ -245,17 +240,16 @@ def scatter_full_optim_state_dict(
     what = "scatter_full_optim_state_dict"
     engine = _engine(model, what)
     optim = _over(optim, optim_input, model)
-    runtime, given, error = engine._runtime, full_optim_state_dict, None
-    names: list[str] = []
-    numbered: dict[str, Any] = {"state": {}, "param_groups": []}
-    try:
+    runtime = engine._runtime
+
+    def take() -> tuple[list[str], dict[str, Any]]:
         names = _by_number(engine, optim)
-        if engine.rank == 0:
-            numbers = {name: number for number, name in enumerate(names)}
-            numbered = _renamed(_named(engine, optim, optimizer_state.complete(given, what, 0), what), numbers, what, 0)
-    except Exception as problem:  # the other ranks must hear of it
-        error = problem
-    agree(runtime, what, names, error)
+        if engine.rank:
+            return names, {"state": {}, "param_groups": []}
+        given = _named(engine, optim, optimizer_state.complete(full_optim_state_dict, what, 0), what)
+        return names, _renamed(given, {name: number for number, name in enumerate(names)}, what, 0)
+
+    names, numbered = each(runtime, what, take, key=lambda found: found[0])
     keep, count = _shards_of(optim), len(names)
     # State of no parameter, and of parameters that have none.
     own = {key: value for key, value in numbered["state"].items() if key not in range(count) or not value}
@@ -357,14 +351,11 @@ def _named(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any
 
 
 def _to_load(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    error: Exception | None = None
-    named: dict[str, Any] = {}
-    try:
+    def take() -> tuple[dict[str, Any], list[tuple[str, Any]]]:
         named = _named(engine, optim, given, what)
-    except Exception as problem:  # the other ranks must hear of it
-        error = problem
-    chunked = [(name, key) for name, own in named.get("state", {}).items() for key in own if _is_chunked(own[key])]
-    agree(engine._runtime, what, chunked, error)
+        return named, [(name, key) for name, own in named["state"].items() for key in own if _is_chunked(own[key])]
+
+    named, chunked = each(engine._runtime, what, take, key=lambda found: found[1])
     if chunked:
         named = _with_shards(engine, optim, named, chunked, what)
     return optimizer_state.optim_state_dict_to_load(engine._runtime, optim, named, engine.model, what)
