@@ -233,7 +233,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
             if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
                 problems += misplaced(value, specs[key].part, key)
         hint = " Pass strict=False to accept missing and unexpected entries."
-        error = mismatch_error(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
+        refuse_mismatches(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
@@ -299,18 +299,17 @@ def mismatch_lines(missing: Sequence[str], unexpected: Sequence[str], problems: 
     return [*(f"{what}: {', '.join(names)}" for what, names in named if names), *problems]
 
 
-def mismatch_error(
+def refuse_mismatches(
     runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str], hint: str = ""
-) -> StateDictError | None:
-    """Return the error that lists a state dict's mismatches, with `hint` for names; None if there are no mismatches."""
+) -> None:
+    """Raise if there are mismatches, with all of a state dict's in one error, and with `hint` for names."""
     lines = mismatch_lines(missing, unexpected, problems)
-    if not lines:
-        return None
-    hint = hint if missing or unexpected else ""
-    return StateDictError(
-        f"rank {runtime.collectives.world_rank}: {what}: the state dict does not fit, and nothing was loaded.{hint}\n  "
-        + "\n  ".join(lines)
-    )
+    if lines:
+        hint = hint if missing or unexpected else ""
+        raise StateDictError(
+            f"rank {runtime.collectives.world_rank}: {what}: the state dict does not fit, and nothing was loaded.{hint}\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def load_on_meta(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:

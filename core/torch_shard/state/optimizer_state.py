@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.consensus import agree, met
+from ..comm.collective_steps import each
+from ..comm.consensus import met
 from ..errors import StateDictError
 from ..layout.dtensor_placement import is_dtensor, local_of
 from ..log import logger
@@ -23,7 +24,7 @@ from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
-from .model_state import mismatch_error, misplaced
+from .model_state import misplaced, refuse_mismatches
 from .param_names import names_by_id
 
 
@@ -323,17 +324,17 @@ def optim_state_dict_to_load(
     Raises:
         StateDictError: raised on all ranks, with all mismatches.
     """
-    error: Exception | None = None
-    names: dict[int, str] = {}
-    trained = {id(p) for p in params_of(optimizer) if p.requires_grad}
-    try:
+
+    def compare() -> dict[int, str]:
         names = names_of(runtime, optimizer, model)
-        error = mismatch_error(runtime, what, *mismatches(runtime, optimizer, names, state_dict))
-    except Exception as problem:  # the other ranks must hear of it
-        error = problem
-    # Empty entries count, since they decide which rank owns what.
-    key = sorted((str(name), bool(entries)) for name, entries in state_dict["state"].items()) if error is None else None
-    agree(runtime, what, key, error)
+        refuse_mismatches(runtime, what, *mismatches(runtime, optimizer, names, state_dict))
+        return names
+
+    def key(_: object) -> object:  # empty entries count, since they decide which rank owns what
+        return sorted((str(name), bool(entries)) for name, entries in state_dict["state"].items())
+
+    names = each(runtime, what, compare, key=key)
+    trained = {id(p) for p in params_of(optimizer) if p.requires_grad}
     elsewhere = matrix_state.owned_elsewhere(runtime, optimizer, names, state_dict["state"])
     # torch leaves parameters that were never used out of the state, so this may be intended or a loss.
     bare = [n for i, n in names.items() if i in trained and n not in state_dict["state"]] if state_dict["state"] else []
