@@ -347,7 +347,7 @@ def by_number(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     state_dict: Mapping[str, Any],
-    elsewhere: Mapping[int, bool] | None = None,
+    elsewhere: Mapping[int, bool],
     in_place: bool = False,
 ) -> dict[str, Any]:
     """Return a state dict that fits in torch's form: by number, with this rank's shards. Not collective.
@@ -359,7 +359,6 @@ def by_number(
         elsewhere: the ids of parameters whose full state is at one rank, with True if that is another rank.
         in_place: copy shards into the optimizer's own state if it has any; its old values are lost.
     """
-    elsewhere = elsewhere or {}
     state: dict[Any, Any] = {key: state_tree.copied(state_dict["state"][key]) for key in state_dict.get(OTHER, ())}
     counters = counters_in((p, state_dict["state"].get(names[id(p)])) for p in params_of(optimizer))
     for number, p in enumerate(params_of(optimizer)):
