@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.format.manifest import dtype_name
 from ..checkpoint.format.safetensors import INDEX, SINGLE, size_of
 from ..checkpoint.sharded.entry_tree import Stored, leaves
 from ..checkpoint.tools.classify import Parts, parts_of
@@ -23,7 +24,7 @@ from .output import print_json, progress, size
 __all__ = ["add_to"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-_DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
+_DTYPES |= {dtype_name(dtype): dtype for dtype in _DTYPES.values()}
 
 
 def add_to(commands: Any) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-__all__ = ["dtype_name", "plain", "print_json", "progress", "short", "size", "table"]
+from ..checkpoint.format.manifest import dtype_name
+
+__all__ = ["plain", "print_json", "progress", "short", "size", "table"]
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -47,11 +49,6 @@ def size(nbytes: int) -> str:
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as the manifest has it, without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 def short(value: Any, limit: int = 60) -> str:

@@ -35,7 +35,19 @@ import torch
 from ...errors import CheckpointError
 from ...versions import __version__
 
-__all__ = ["FORMAT", "MANIFEST", "SAVE_ID", "VERSION", "FileRecord", "ItemRecord", "Manifest", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "SAVE_ID",
+    "VERSION",
+    "FileRecord",
+    "ItemRecord",
+    "Manifest",
+    "dtype_name",
+    "parameter_row",
+    "read_manifest",
+    "versions_of",
+]
 
 MANIFEST = "manifest.json"
 FORMAT = "torch-shard checkpoint"
@@ -121,6 +133,22 @@ class Manifest:
         }
         body = json.dumps({**vars(self), "files": files}, separators=(",", ":"))
         return f'{{"crc32":"{zlib.crc32(body.encode()):08x}","manifest":{body}}}\n'
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as a manifest has it, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parameter_row(name: str, shape: torch.Size, dtype: torch.dtype, trainable: bool | None) -> dict[str, Any]:
+    """Return the row of the table of parameters for one of them; `trainable` is None if that is not known."""
+    return {"name": name, "shape": list(shape), "dtype": dtype_name(dtype), "trainable": trainable}
+
+
+def versions_of(state_dict: Any) -> dict[str, Any]:
+    """Return the versions of the modules' own formats, which ``Module.load_state_dict`` asks for; {} if it has none."""
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    return {name: {"version": own["version"]} for name, own in metadata.items() if isinstance(own.get("version"), int)}
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:

@@ -24,7 +24,7 @@ from ...state import model_state
 from ...utils.patterns import without_wrappers
 from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import SAVE_ID, FileRecord, Manifest
+from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
 from .entry_tree import leaves
@@ -340,7 +340,7 @@ def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict
         ),
         "parameters": tuple(row for source in sources for row in _table(source, _entry(contents, source.path))),
         "whole": tuple(_unsharded_state(sources, contents)),
-        "module_versions": {".".join(source.path): _versions(_entry(contents, source.path)) for source in sources},
+        "module_versions": {".".join(source.path): versions_of(_entry(contents, source.path)) for source in sources},
     }
 
 
@@ -365,22 +365,16 @@ def _entry(contents: dict[str, Any], path: tuple[str, ...]) -> Any:
     return contents
 
 
-def _versions(state: Any) -> dict[str, Any]:
-    """Return the versions of the modules' own formats, which ``Module.load_state_dict`` asks for."""
-    metadata = getattr(state, "_metadata", {})
-    return {name: {"version": own["version"]} for name, own in metadata.items() if isinstance(own.get("version"), int)}
-
-
 def _table(source: Source, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what the manifest says of the parameters that are saved. Hooks and filters may leave out or convert some."""
     trainable = {without_wrappers(name): p.requires_grad for name, p in source.model.named_parameters()}
     return [
-        {
-            "name": source.prefix + name,
-            "shape": list(value.shape),
-            "dtype": str(value._local.dtype if isinstance(value, ShardTensor) else value.dtype).removeprefix("torch."),
-            "trainable": trainable[name],
-        }
+        parameter_row(
+            source.prefix + name,
+            value.shape,
+            value._local.dtype if isinstance(value, ShardTensor) else value.dtype,
+            trainable[name],
+        )
         for name, value in saved.items()
         if name in trainable and isinstance(value, torch.Tensor)
     ]

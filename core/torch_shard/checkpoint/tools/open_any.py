@@ -19,7 +19,7 @@ from ...errors import CheckpointError
 from ...utils.tensor_memory import memory_key
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import Manifest
+from ..format.manifest import Manifest, versions_of
 from ..full.open_files import format_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
@@ -106,7 +106,6 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 def _full(path: Path) -> Opened:
     found = open_full(path)
-    versions = getattr(_model_of(found.values), "_metadata", None) or {}
     tree = _Leaves(path, lambda name: found.file_of(name).name).of(found.values)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds {type(found.values).__name__} and no dict, so it is no checkpoint.")
@@ -118,7 +117,7 @@ def _full(path: Path) -> Opened:
         tree,
         {file.name: file.stat().st_size for file in found.files},
         None,
-        {name: {"version": own["version"]} for name, own in versions.items() if isinstance(own.get("version"), int)},
+        versions_of(_model_of(found.values)),
         path.stat().st_mtime,
     )
 

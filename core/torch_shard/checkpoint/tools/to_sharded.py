@@ -14,7 +14,7 @@ from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..format.atomic_directory import commit
 from ..format.dcp_metadata import METADATA
-from ..format.manifest import SAVE_ID, FileRecord, Manifest
+from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row
 from ..full.output import beside
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, map_leaves, on_meta
@@ -172,19 +172,12 @@ def _manifest(opened: Opened, parts: Parts, save_id: str, files: dict[str, FileR
     old = opened.manifest
     known = None if old is None else {row["name"]: row for row in old.parameters}
     models = {**parts.model, **{f"{m}.{name}": v for m, own in parts.models.items() for name, v in own.items()}}
-    table = []
-    for name, value in models.items():
-        if not isinstance(value, Stored) or known is not None and name not in known:
-            continue
-        table.append(
-            {
-                "name": name,
-                "shape": list(value.shape),
-                "dtype": str(value.dtype).removeprefix("torch."),
-                # None if the other checkpoint does not distinguish parameters from buffers.
-                "trainable": None if known is None else known[name]["trainable"],
-            }
-        )
+    # Without a manifest the other checkpoint does not distinguish parameters from buffers.
+    table = [
+        parameter_row(name, value.shape, value.dtype, None if known is None else known[name]["trainable"])
+        for name, value in models.items()
+        if isinstance(value, Stored) and (known is None or name in known)
+    ]
     names = [row["name"] for row in table]
     return Manifest(
         id=save_id,
