@@ -32,7 +32,7 @@ from .optim.matrix import state as matrix_state
 from .optim.registry import counters_in
 from .state import optimizer_state
 from .state.model_state import copied
-from .state.param_names import names_by_id
+from .state.param_names import names_by_id, names_of
 
 __all__ = [
     "OptimStateKeyType",
@@ -333,7 +333,7 @@ def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: st
 
 
 def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
-    names = optimizer_state.names_of(engine._runtime, optim, engine.model)
+    names = names_of(engine._runtime, optim, engine.model)
     return [names[id(p)] for p in params_of(optim)]
 
 

@@ -37,6 +37,7 @@ from ..state import model_state as full_state
 from ..state import optimizer_state as named_state
 from ..state.model_state import WithMetadata
 from ..state.optimizer_state import OTHER as OTHER_STATE
+from ..state.param_names import names_of
 from ..unit.module_params import copy_attributes
 from .clipping import clip_norm, engines_over, limit_values
 from .lone_files import read_alone, write_full_safetensors
@@ -316,7 +317,7 @@ def load_optim_state_dict(engine: Engine, optimizer: Any, state_dict: Mapping[st
 
 def param_names_of(engine: Engine, optimizer: Any, model: Any) -> dict[int, str]:
     """Return the name in `model` of each of the optimizer's parameters, by id; a StateDictError if one has none."""
-    return named_state.names_of(engine._runtime, optimizer, model)
+    return names_of(engine._runtime, optimizer, model)
 
 
 def optim_state_dict(engine: Engine, optimizer: Any, rank0_only: bool, model: Any) -> dict[str, Any]:

@@ -25,36 +25,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
 from .model_state import misplaced, refuse_mismatches
-from .param_names import names_by_id
-
-
-def names_of(
-    runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None, others: bool = False
-) -> dict[int, str]:
-    """Return the name of each of the optimizer's parameters, by the parameter's id. Not collective.
-
-    With `others`, parameters that are not the model's get their position for a name.
-
-    Raises:
-        StateDictError: without `others`, the optimizer holds parameters that are not the model's and have no name of their own.
-    """
-    names = names_by_id(runtime.units, model)
-    taken = set(names.values())
-    for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        for i, p in enumerate(group["params"]):
-            if id(p) not in names and given is not None and given[i] not in taken:
-                names[id(p)] = given[i]
-                taken.add(given[i])
-            if id(p) not in names and others:
-                names[id(p)] = f"{number}.{i} (not the model's)"
-            if id(p) not in names:
-                raise StateDictError(
-                    f"rank {runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of shape "
-                    f"{tuple(p.shape)}, is not a parameter of this model. Save that optimizer by itself, or, if it holds "
-                    "parameters of another sharded model, too, with both: engine.save(..., models={'other': other_engine})."
-                )
-    return names
+from .param_names import names_of
 
 
 def optim_state_dict(

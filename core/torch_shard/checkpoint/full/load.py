@@ -22,6 +22,7 @@ from ...optim.checks import state_dtype
 from ...optim.engines_of_optimizer import params_of
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
+from ...state.param_names import names_of
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
 from ..sharded.entry_tree import unwrapped
@@ -115,7 +116,7 @@ class FullLoad:
                     label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
                     self.problems.append(f"missing: {label} (the file has no such optimizer state)")
                     continue
-                names = optimizer_state.names_of(self.runtime, own, self.root)
+                names = names_of(self.runtime, own, self.root)
                 self.optimizers.append((own, names, by_name(own, names, given)))
 
     def _model_values(self) -> Any:

@@ -20,6 +20,7 @@ from ...optim.matrix import state as matrix_state
 from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
+from ...state.param_names import names_of
 from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
 
@@ -98,7 +99,7 @@ class OptimizerStream:
             StateDictError: the optimizer holds a parameter that is not this model's.
         """
         self.runtime = runtime
-        optimizer_state.names_of(runtime, optimizer, model)
+        names_of(runtime, optimizer, model)
         self.params = params_of(optimizer)
         self.taken = optimizer.state_dict()
         self._cut = optimizer_state.sharded_entries(runtime, self.params, self.taken["state"])
