@@ -114,19 +114,14 @@ class Checkpoint:
                 self._read_with_torch(items, planner)
         return {name: planner.state_dict[name] for name in objects}
 
-    def verify(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Verify all bytes that :meth:`read` would fill these tensors with. Not collective.
-
-        Returns:
-            False if there are no checksums, so that only reading can tell.
+    def verify(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Verify all bytes that :meth:`read` would fill these tensors with, by the manifest, which must exist. Not collective.
 
         Raises:
             CheckpointError: an entry is damaged or missing.
         """
-        if self.manifest is None:
-            return False
+        assert self.manifest is not None
         read_items(self.folder, self.manifest, self.metadata, self._items(tensors), None)
-        return True
 
     def _unpickle(self, name: str, file: IO[bytes]) -> Any:
         try:

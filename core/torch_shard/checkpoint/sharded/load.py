@@ -131,7 +131,6 @@ class _Load:
         # Values by the entries' names: what is small, and the tensors that are loaded.
         self.known: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.verified = False
 
     # -- comparing ----------------------------------------------------------------------------------------------
     def compare(self) -> None:
@@ -177,13 +176,14 @@ class _Load:
                         self.tensors[saved.name] = new_tensor(saved, live, dtype)
             for part in self.optimizers:
                 self.tensors.update(part.destinations(dtypes, self.dtype, in_place))
-            self.verified = self.checkpoint.verify(self.tensors)
-            if not self.verified:
+            if in_place:
+                self.checkpoint.verify(self.tensors)
+            else:
                 self.checkpoint.read(self.tensors, ())
 
     def fill(self) -> None:
         """Read what has been verified. From here on the old values are lost."""
-        if not self.verified:
+        if self.checkpoint.manifest is None:
             return
         try:
             self.checkpoint.read(self.tensors, ())
