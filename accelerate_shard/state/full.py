@@ -22,7 +22,6 @@ from torch_shard.errors import CheckpointError, StateDictError
 from torch_shard.frontend import all_read, copy_tensors, optim_state_dict, param_names_of, refuse_inside
 from torch_shard.frontend.checkpoint import (
     FullLoad,
-    Optimizers,
     Source,
     all_parameters,
     by_name,
@@ -179,7 +178,7 @@ class FullModel:
     def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
         self.path = path
         self._engine = engine
-        self._load = FullLoad(engine, open_full(path), Optimizers.of(None), dtype, strict)
+        self._load = FullLoad(engine, open_full(path), (), dtype, strict)
 
     @property
     def fingerprint(self) -> object:

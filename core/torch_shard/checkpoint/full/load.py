@@ -24,7 +24,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
 from ...state.param_names import names_of
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
-from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
+from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers, optimizers_of
 from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full, refuse_damaged
 
@@ -51,7 +51,7 @@ def load_full(
         if models:
             raise ConfigError(f"{path} is a full checkpoint, which holds one model; load it without models=.")
         model_state.refuse_inside(runtime, what)
-        work = FullLoad(engine, open_full(path), Optimizers.of(optimizer), dtype)
+        work = FullLoad(engine, open_full(path), optimizers_of(optimizer), dtype)
         work.compare()
         return work
 
@@ -109,7 +109,7 @@ class FullLoad:
         self.model = self._model_values()
         self.optimizers: list[tuple[Any, dict[int, str], dict[str, Any]]] = []  # with names, and the state by name
         self.problems: list[str] = []
-        for where, held in optimizers.entries:
+        for where, held in optimizers:
             for number, own in enumerate(held):
                 given = self._state_of(where, number, held)
                 if given is None:

@@ -18,7 +18,7 @@ from ..format.mmap_buffer import buffer
 from ..format.safetensors import size_of
 from ..format.torch_file import Slot, check_loadable
 from ..mismatches import check_dtype
-from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers
+from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers, optimizers_of
 from .output import Output, safetensors_output, torch_output
 from .stream import ModelStream, OptimizerStream
 from .tied_weights import chosen_names
@@ -54,7 +54,7 @@ def save_full(
     chosen, nonce = broadcast(runtime, (chosen, secrets.token_hex(8)), what)
 
     def contents() -> _Contents:
-        found = _Contents(engine, Optimizers.of(optimizer), extra, dtype)
+        found = _Contents(engine, optimizers_of(optimizer), extra, dtype)
         if chosen == "safetensors":
             found.refuse_for_safetensors()
         return found
@@ -117,7 +117,7 @@ class _Contents:
         runtime = engine._runtime
         self.module = engine.model
         self.model = ModelStream(engine.model, runtime, dtype)
-        self.entries = optimizers.entries
+        self.entries = optimizers
         self.optimizers = [OptimizerStream(engine.model, runtime, o) for _, held in self.entries for o in held]
         self.streams: list[ModelStream | OptimizerStream] = [self.model, *self.optimizers]
         self.extra = extra if runtime.collectives.world_rank == 0 else None

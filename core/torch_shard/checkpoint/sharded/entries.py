@@ -37,6 +37,7 @@ __all__ = [
     "Optimizers",
     "Source",
     "optimizer_state",
+    "optimizers_of",
     "param_names",
     "sources_of",
 ]
@@ -79,28 +80,23 @@ def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
     return found
 
 
-@dataclass(frozen=True)
-class Optimizers:
-    """The optimizers of a checkpoint, each with its path. Several optimizers of one path are stored as one, as torch does it."""
+Optimizers = tuple[tuple[tuple[str, ...], tuple[torch.optim.Optimizer, ...]], ...]
+"""The optimizers of a checkpoint, each with its path. Several optimizers of one path are stored as one, as torch does it."""
 
-    entries: tuple[tuple[tuple[str, ...], tuple[torch.optim.Optimizer, ...]], ...]
 
-    @classmethod
-    def of(cls, given: Any) -> Optimizers:
-        """Make one from None, an optimizer, a sequence of them, or a mapping from names to them."""
-        if given is None:
-            return cls(())
-        if isinstance(given, Mapping):
-            for name in given:
-                if not isinstance(name, str) or not name or "." in name or name in ("state", "param_groups"):
-                    raise ConfigError(
-                        f"optimizer: {name!r} can't be an optimizer's name: it must be a string without dots."
-                    )
-            return cls(tuple(((OPTIMIZER, name), (_checked(value),)) for name, value in given.items()))
-        if isinstance(given, Iterable):
-            several = tuple(map(_checked, given))
-            return cls((((OPTIMIZER,), several),) if several else ())
-        return cls((((OPTIMIZER,), (_checked(given),)),))
+def optimizers_of(given: Any) -> Optimizers:
+    """Return the optimizers that were given: None, one, a sequence of them, or a mapping from names to them."""
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        for name in given:
+            if not isinstance(name, str) or not name or "." in name or name in ("state", "param_groups"):
+                raise ConfigError(
+                    f"optimizer: {name!r} can't be an optimizer's name: it must be a string without dots."
+                )
+        return tuple(((OPTIMIZER, name), (_checked(value),)) for name, value in given.items())
+    several = tuple(map(_checked, given)) if isinstance(given, Iterable) else (_checked(given),)
+    return (((OPTIMIZER,), several),) if several else ()
 
 
 def _checked(optimizer: Any) -> Any:

@@ -24,7 +24,7 @@ from ..full.load import load_full
 from ..full.open_files import is_full
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
 from .checkpoint_dir import Checkpoint
-from .entries import EXTRA, Optimizers, Source, sources_of
+from .entries import EXTRA, Optimizers, Source, optimizers_of, sources_of
 from .entry_tree import Stored, StoredObject, leaves, new_tensor, on_meta, tree_of
 from .load_optimizer import OptimizerLoad
 from .saved_model import SavedModel
@@ -88,7 +88,7 @@ def _load(
         for source in sources:
             model_state.refuse_inside(source.runtime, what)
         checkpoint = Checkpoint.open(path)
-        return _Load(checkpoint, sources, named or sources, Optimizers.of(optimizer), dtype, strict)
+        return _Load(checkpoint, sources, named or sources, optimizers_of(optimizer), dtype, strict)
 
     work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype, strict))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
@@ -124,9 +124,7 @@ class _Load:
         self.models = [SavedModel(checkpoint, tree, source) for source in sources]
         self.extra = tree.get(EXTRA)
         self.optimizers = [
-            part
-            for where, held in optimizers.entries
-            for part in OptimizerLoad.of(checkpoint, tree, named, where, held)
+            part for where, held in optimizers for part in OptimizerLoad.of(checkpoint, tree, named, where, held)
         ]
         # Values by the entries' names: what is small, and the tensors that are loaded.
         self.known: dict[str, Any] = {}

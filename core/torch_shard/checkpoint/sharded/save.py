@@ -26,7 +26,7 @@ from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, 
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from .async_save import PendingSave
-from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, sources_of
+from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, optimizers_of, sources_of
 from .entry_tree import leaves
 from .host_snapshot import SnapshotMemory
 from .save_plan import SavePlanner, decide, propose
@@ -52,7 +52,7 @@ def save(
 
     def prepare() -> tuple[list[Source], dict[str, Any]]:
         sources = sources_of(engine, models)
-        contents = _contents(sources, Optimizers.of(optimizer))
+        contents = _contents(sources, optimizers_of(optimizer))
         if extra is not None:
             contents[EXTRA] = extra
         return sources, contents
@@ -319,7 +319,7 @@ def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
     for source in sources[1:]:
         own = model_state.own_state_dict(source.model, source.runtime)
         contents.setdefault(MODELS, {})[source.path[-1]] = own
-    for where, held in optimizers.entries:
+    for where, held in optimizers:
         found = optimizer_state(sources, held)
         if len(where) == 1:
             contents[OPTIMIZER] = found
