@@ -330,8 +330,8 @@ def _sources_of_modules(state: Mapping[str, Any]) -> list[Source]:
     Raises:
         ConfigError: the key of another module can't be a name.
     """
-    found = {key: engine_of(inner(obj)) for key, obj in state.items() if _is_sharded_module(obj)}
-    (_, first), *others = found.items()
+    engines = {key: engine_of(inner(obj)) for key, obj in state.items() if _is_sharded_module(obj)}
+    (_, first), *others = ((key, engine) for key, engine in engines.items() if engine is not None)
     return sources_of(first, dict(others))
 
 

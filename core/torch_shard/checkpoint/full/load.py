@@ -24,6 +24,7 @@ from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
 from ...state.param_names import names_of
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
+from ..ports import EnginePort
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers, optimizers_of
 from ..sharded.entry_tree import unwrapped
 from .open_files import FullFile, open_full, refuse_damaged
@@ -35,7 +36,7 @@ _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
 
 
 def load_full(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     optimizer: Any = None,
     *,
@@ -100,7 +101,7 @@ class FullLoad:
     """The loading of a full checkpoint, on one rank; :func:`load_full` calls the methods in their order."""
 
     def __init__(
-        self, engine: Any, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
+        self, engine: EnginePort, file: FullFile, optimizers: Optimizers, dtype: torch.dtype | None, strict: bool = True
     ) -> None:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
         self.strict = strict  # if True, missing and unexpected entries of the model are errors

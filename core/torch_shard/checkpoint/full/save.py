@@ -18,6 +18,7 @@ from ..format.mmap_buffer import buffer
 from ..format.safetensors import size_of
 from ..format.torch_file import Slot, check_loadable
 from ..mismatches import check_dtype
+from ..ports import EnginePort
 from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers, optimizers_of
 from .output import Output, safetensors_output, torch_output
 from .stream import ModelStream, OptimizerStream
@@ -27,7 +28,7 @@ __all__ = ["save_full"]
 
 
 def save_full(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     optimizer: Any = None,
     *,
@@ -113,7 +114,7 @@ class _Contents:
         keys: the names under which safetensors files hold the slots' tensors, by the slots' ids.
     """
 
-    def __init__(self, engine: Any, optimizers: Optimizers, extra: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, engine: EnginePort, optimizers: Optimizers, extra: Any, dtype: torch.dtype | None) -> None:
         runtime = engine._runtime
         self.module = engine.model
         self.model = ModelStream(engine.model, runtime, dtype)

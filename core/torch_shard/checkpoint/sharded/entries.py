@@ -27,6 +27,7 @@ from ...runtime.registry import engine_for
 from ...runtime.runtime import Runtime
 from ...state.optimizer_state import OTHER
 from ...state.param_names import named_params
+from ..ports import EnginePort
 
 __all__ = [
     "EXTRA",
@@ -65,7 +66,7 @@ class Source:
         return {self.prefix + name: p for name, p in named_params(self.runtime.units, self.model).items()}
 
 
-def sources_of(engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
+def sources_of(engine: EnginePort, models: Mapping[str, Any] | None) -> list[Source]:
     """Return the engine's model first, then the further ones by name."""
     found = [Source((MODEL,), "", engine.model, engine._runtime)]
     for name, given in (models or {}).items():

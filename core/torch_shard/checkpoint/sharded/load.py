@@ -23,6 +23,7 @@ from ...utils.patterns import without_wrappers
 from ..full.load import load_full
 from ..full.open_files import is_full
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
+from ..ports import EnginePort
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, optimizers_of, sources_of
 from .entry_tree import Stored, StoredObject, leaves, new_tensor, on_meta, tree_of
@@ -34,7 +35,7 @@ __all__ = ["load", "load_contents"]
 
 @uncollected()
 def load(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     optimizer: Any = None,
     *,
@@ -49,7 +50,7 @@ def load(
 
 @uncollected()
 def load_contents(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     sources: Sequence[Source],
     optimizer: Any = None,
@@ -71,7 +72,7 @@ def load_contents(
 
 
 def _load(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     models: Callable[[], list[Source]],
     named: Sequence[Source] | None,

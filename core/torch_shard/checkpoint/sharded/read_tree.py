@@ -13,6 +13,7 @@ import torch
 
 from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
+from ..ports import EnginePort
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, EXTRA_SHARDS, MODEL, MODELS, OPTIMIZER, Source, param_names, sources_of
 from .entry_tree import (
@@ -58,7 +59,7 @@ class Contents:
 
 
 def read_contents(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     optimizers: Sequence[Any] = (),
     *,
@@ -215,7 +216,7 @@ def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
     return (int(number[1]) if number else 0, path[-1])
 
 
-def _sources(checkpoint: Checkpoint, engine: Any, models: Mapping[str, Any] | None) -> list[Source]:
+def _sources(checkpoint: Checkpoint, engine: EnginePort, models: Mapping[str, Any] | None) -> list[Source]:
     """Return the live models, each with its place in the checkpoint."""
     if models is None:
         return sources_of(engine, None)

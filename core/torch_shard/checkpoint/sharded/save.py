@@ -16,15 +16,18 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...comm.collective_steps import broadcast, each, heartbeat_barrier, uncollected
+from ...comm.collectives import Collectives
 from ...comm.heartbeat_barrier import HeartbeatBarrier
 from ...errors import CheckpointError, ConfigError
 from ...log import logger
+from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ...utils.patterns import without_wrappers
 from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
+from ..ports import EnginePort
 from .async_save import PendingSave
 from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, optimizers_of, sources_of
 from .entry_tree import leaves
@@ -39,7 +42,7 @@ _Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
 
 
 def save(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     optimizer: Any = None,
     *,
@@ -61,7 +64,7 @@ def save(
 
 
 def save_contents(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     contents: Mapping[str, Any],
     *,
@@ -85,7 +88,7 @@ def save_contents(
 
 
 def _save(
-    engine: Any,
+    engine: EnginePort,
     path: str | os.PathLike[str],
     prepare: Callable[[], tuple[list[Source], dict[str, Any]]],
     keep: int | None,
@@ -138,7 +141,7 @@ def _carry_out(work: _Save, barrier: HeartbeatBarrier | None) -> None:
         raise error
 
 
-def _start(runtime: Any, what: str, work: _Save, barrier: HeartbeatBarrier | None) -> PendingSave:
+def _start(runtime: Runtime, what: str, work: _Save, barrier: HeartbeatBarrier | None) -> PendingSave:
     """Start a thread on each rank, in which the save is carried out. Collective."""
     made: list[PendingSave] = []
 
@@ -165,7 +168,9 @@ class _Save:
     No method is collective except :meth:`carry_out`, and only rank 0 makes a checkpoint of the parts.
     """
 
-    def __init__(self, target: Path, nonce: str, keep: int | None, facts: dict[str, Any], collectives: Any) -> None:
+    def __init__(
+        self, target: Path, nonce: str, keep: int | None, facts: dict[str, Any], collectives: Collectives
+    ) -> None:
         self.target, self.nonce, self.keep, self.facts = target, nonce, keep, facts
         self.rank, self.world = collectives.world_rank, collectives.world
         self.beside = hidden(target, nonce)
@@ -328,7 +333,7 @@ def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
     return contents
 
 
-def _facts(engine: Any, sources: list[Source], contents: dict[str, Any]) -> dict[str, Any]:
+def _facts(engine: EnginePort, sources: list[Source], contents: dict[str, Any]) -> dict[str, Any]:
     """Return what the manifest says of the model and its engine, as they are now."""
     return {
         "world_size": engine.world_size,
