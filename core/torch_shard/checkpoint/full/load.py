@@ -25,13 +25,12 @@ from ...state import model_state, optimizer_state
 from ...state.param_names import names_of
 from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
 from ..ports import EnginePort
-from ..sharded.entries import EXTRA, MODEL, OPTIMIZER, Optimizers, optimizers_of
-from ..sharded.entry_tree import unwrapped
+from ..sharded.entries import EXTRA, OPTIMIZER, Optimizers, optimizers_of
+from ..sharded.entry_tree import MODEL_KEYS, unwrapped
 from .open_files import FullFile, open_full, refuse_damaged
 
 __all__ = ["FullLoad", "by_name", "load_full"]
 
-_MODELS = (MODEL, "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
 
 
@@ -84,7 +83,7 @@ def recognised(file: FullFile, keys: Sequence[str]) -> _Parts:
             f"{file.path} holds {type(values).__name__}, and no state dict, so nothing was loaded. Save a state dict."
         )
     known = set(keys)
-    places = [name for name in _MODELS if isinstance(values.get(name), Mapping)]
+    places = [name for name in MODEL_KEYS if isinstance(values.get(name), Mapping)]
     found = max(places, key=lambda name: _matches(values[name], known), default=None)  # the first of equals
     if found is None or _matches(values, known) > _matches(values[found], known):
         return _Parts(values)

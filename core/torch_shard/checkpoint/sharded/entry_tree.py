@@ -22,6 +22,7 @@ from .checkpoint_dir import Checkpoint
 from .entries import MODEL, MODELS, OPTIMIZER
 
 __all__ = [
+    "MODEL_KEYS",
     "WRAPPERS",
     "SavedOptimizer",
     "Stored",
@@ -30,6 +31,7 @@ __all__ = [
     "leaves",
     "map_leaves",
     "model_at",
+    "model_key",
     "new_tensor",
     "on_meta",
     "optimizer_at",
@@ -42,6 +44,9 @@ __all__ = [
 
 WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
 """Prefixes that DDP and torch.compile give to the names of a module's entries."""
+
+MODEL_KEYS = (MODEL, "state_dict", "model_state_dict")
+"""The keys under which tools keep a model's state dict beside other entries."""
 
 _OPTIMIZERS = ((OPTIMIZER,), ("optim",), ("app", "optim"), ("app", "optimizer"))
 
@@ -182,6 +187,17 @@ def new_tensor(saved: Stored, like: Any, dtype: torch.dtype | None = None) -> to
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
+
+
+def model_key(tree: Mapping[Any, Any]) -> str | None:
+    """Return the key of the model's state dict in a tree of any tool; None if its entries are at the top.
+
+    A dict without tensors is a configuration, if anything else has tensors.
+    """
+    found = [key for key in MODEL_KEYS if isinstance(tree.get(key), dict)]
+    with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
+    at_top = any(isinstance(value, Stored) for value in tree.values())
+    return next(with_tensors, None if at_top else next(iter(found), None))
 
 
 def model_at(

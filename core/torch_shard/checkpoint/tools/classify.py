@@ -23,8 +23,8 @@ from ..sharded.entry_tree import (
     Stored,
     StoredObject,
     is_optimizer,
-    leaves,
     map_leaves,
+    model_key,
     optimizer_of,
 )
 from ..sharded.extra_shards import joined
@@ -43,7 +43,6 @@ __all__ = [
 LIGHTNING = "pytorch-lightning_version"
 """The key by which Lightning's checkpoints are recognised."""
 
-_MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
 
 
@@ -104,7 +103,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
     app = tree.get("app")
     if isinstance(app, dict) and isinstance(app.get("model"), dict):  # as in torch's tutorial for DCP
         tree = {**{key: value for key, value in tree.items() if key != "app"}, **app}
-    key = parts.model_key = _model_key(tree)
+    key = parts.model_key = model_key(tree)
     if key is not None:
         parts.model = _read(parts, tree.pop(key))
     else:
@@ -140,17 +139,6 @@ def _read(parts: Parts, tree: Any) -> Any:
             return None
 
     return map_leaves(tree, read)
-
-
-def _model_key(tree: Mapping[Any, Any]) -> str | None:
-    """Return the key of the model's state dict; None if its entries are at the top.
-
-    A dict without tensors is a configuration, if anything else has tensors.
-    """
-    found = [key for key in _MODELS if isinstance(tree.get(key), dict)]
-    with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
-    at_top = any(isinstance(value, Stored) for value in tree.values())
-    return next(with_tensors, None if at_top else next(iter(found), None))
 
 
 def _is_extra_state(name: Any) -> bool:

@@ -23,7 +23,7 @@ from ..format.manifest import Manifest, versions_of
 from ..full.open_files import format_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
-from ..sharded.entry_tree import Stored, StoredObject, tree_of
+from ..sharded.entry_tree import Stored, StoredObject, model_key, tree_of
 
 __all__ = ["LIGHTNING_META", "Opened", "open_checkpoint"]
 
@@ -109,6 +109,7 @@ def _full(path: Path) -> Opened:
     tree = _Leaves(path, lambda name: found.file_of(name).name).of(found.values)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds {type(found.values).__name__} and no dict, so it is no checkpoint.")
+    key = model_key(tree)
     for name, kept in found.tied.items():
         tree[name] = dataclasses.replace(tree[kept], name=name)
     return Opened(
@@ -117,17 +118,9 @@ def _full(path: Path) -> Opened:
         tree,
         {file.name: file.stat().st_size for file in found.files},
         None,
-        versions_of(_model_of(found.values)),
+        versions_of(found.values if key is None else found.values[key]),
         path.stat().st_mtime,
     )
-
-
-def _model_of(values: Any) -> Any:
-    """Return the state dict in a torch file, which may be all of it."""
-    for key in (MODEL, "state_dict"):
-        if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
-            return values[key]
-    return values
 
 
 class _Leaves:
