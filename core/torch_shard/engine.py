@@ -16,7 +16,7 @@ from torch import nn
 from .close import close_units
 from .comm.traffic_statistics import Statistics
 from .config.shard_config import ShardConfig
-from .errors import CheckpointError, ConfigError, ShardError
+from .errors import ConfigError, ShardError
 from .grad_clip import clip, grad_norms
 from .optim.state_tree import tensors_of
 from .optim.step_watch import StepWatch
@@ -438,15 +438,9 @@ class Engine:
         Raises:
             CheckpointError: the save has failed; raised once, on every rank that asks.
         """
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            pending.wait()
-        except CheckpointError:
+        if self._pending is not None:
+            self._pending.wait()  # raises once; the next call finds it ended
             self._pending = None
-            raise
-        self._pending = None  # not where the wait was interrupted
 
     def save_full(
         self,
