@@ -23,7 +23,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def make_durable(path: str | os.PathLike[str]) -> None:
     """Flush a closed file, or the names in a directory, to the disk."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    fd = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(fd)

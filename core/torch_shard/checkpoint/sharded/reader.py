@@ -38,7 +38,7 @@ class CheckedFile:
         self._positions = [position for position, _ in record.checksums]
         self._scratch = bytearray()
         try:
-            self._fd = os.open(folder / name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._fd = os.open(folder / name, os.O_RDONLY)
         except FileNotFoundError as error:
             held = some(record.names_in(0, record.size), METADATA)
             raise CheckpointError(
