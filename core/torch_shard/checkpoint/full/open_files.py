@@ -193,7 +193,7 @@ def _loaded(path: Path) -> Any:
 
 def _open_safetensors(path: Path) -> FullFile:
     values, tied = _mapped(path)
-    return FullFile(path, "safetensors", values, (path,), tied, dict.fromkeys(values, path))
+    return FullFile(path, "safetensors", values, (path,), tied)
 
 
 def _open_index(path: Path) -> FullFile:
