@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, StateDictError
+from ...optim.engines_of_optimizer import params_of
 from ...runtime.registry import engine_for
 from ...runtime.runtime import Runtime
-from ...state.optimizer_state import OTHER
+from ...state.optimizer_state import OTHER, is_number
 from ...state.param_names import named_params
 from ..ports import EnginePort
 
@@ -139,9 +140,9 @@ def optimizer_state(sources: Sequence[Source], optimizers: Sequence[torch.optim.
     for position, optimizer in enumerate(optimizers):
         names = param_names(sources, optimizer)
         taken = optimizer.state_dict()
-        numbers = [p for group in optimizer.param_groups for p in group["params"]]  # torch counts like this
+        numbers = params_of(optimizer)
         for number, entries in taken["state"].items():
-            if type(number) is not int or not 0 <= number < len(numbers):
+            if not is_number(number, numbers):
                 other.append((position, number, entries))
                 continue
             name = names[id(numbers[number])]
