@@ -20,17 +20,7 @@ __all__ = ["main"]
 def main(folder: Path, ranks: int) -> int:
     """Run the worker on all ranks, and return the exit code: 0, or 1 after a rank has failed."""
     # A free port of this machine, by an address that does not depend on how its name resolves.
-    place = [
-        "--standalone",
-        "--local-addr",
-        "localhost",
-        "--nnodes",
-        "1",
-        "--nproc-per-node",
-        str(ranks),
-        "--max-restarts",
-        "0",
-    ]
+    place = ["--standalone", "--local-addr", "localhost", "--max-restarts", "0", "--nproc-per-node", str(ranks)]
     try:
         run.main([*place, "-m", "torch_shard.selftest.worker", str(folder)])
     except ChildFailedError as error:
