@@ -10,6 +10,7 @@ from torch import nn
 
 from .errors import SetupError
 from .setup.lazy_param import Deferred, defer
+from .state.model_state import Mismatches
 
 __all__ = ["from_files"]
 
@@ -47,7 +48,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     file, values = named_values(path, live)
     missing, unexpected = live.keys() - values.keys(), values.keys() - live.keys()
     problems = [text for name in live.keys() & values.keys() for text in _problem(name, values[name], live[name])]
-    refuse_mismatches(file.path, sorted(missing), sorted(unexpected), sorted(problems))
+    refuse_mismatches(file.path, Mismatches(sorted(missing), sorted(unexpected), sorted(problems)))
     checksums = {
         place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.checksums().items()
     }

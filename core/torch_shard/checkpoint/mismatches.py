@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError, StateDictError
-from ..state.model_state import mismatch_lines
+from ..state.model_state import Mismatches
 
 __all__ = ["check_dtype", "refuse_mismatches", "wrong_dtype"]
 
@@ -31,9 +30,9 @@ def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | N
     return [f"{name} is {saved} in the {where} and {live.dtype} here{hint}"]
 
 
-def refuse_mismatches(path: Path, missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> None:
+def refuse_mismatches(path: Path, found: Mismatches) -> None:
     """Raise if anything is missing, unexpected or otherwise wrong, with all of it in one error."""
-    lines = mismatch_lines(missing, unexpected, problems)
+    lines = found.lines()
     if lines:
         raise StateDictError(
             f"{path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these optimizers.\n  "

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -228,12 +228,11 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     specs = {name: p._spec for name, p in named_params(runtime.units, None).items()}
     try:
         refuse_inside(runtime, what)
-        missing, unexpected, problems = load_on_meta(model, state_dict)
+        found = load_on_meta(model, state_dict, strict)
         for key, value in state_dict.items():
             if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
-                problems += misplaced(value, specs[key].part, key)
-        hint = " Pass strict=False to accept missing and unexpected entries."
-        refuse_mismatches(runtime, what, missing if strict else [], unexpected if strict else [], problems, hint)
+                found.problems.extend(misplaced(value, specs[key].part, key))
+        refuse_mismatches(runtime, what, found, " Pass strict=False to accept missing and unexpected entries.")
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
@@ -293,30 +292,39 @@ def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
     return own is not None and same_cut(value._spec, own)
 
 
-def mismatch_lines(missing: Sequence[str], unexpected: Sequence[str], problems: Sequence[str]) -> list[str]:
-    """Return the lines of an error that lists mismatches."""
-    named = (("missing", missing), ("unexpected", unexpected))
-    return [*(f"{what}: {', '.join(names)}" for what, names in named if names), *problems]
+class Mismatches(NamedTuple):
+    """What of saved state does not fit: names that are missing or unexpected, and texts that describe other problems."""
+
+    missing: list[str]
+    unexpected: list[str]
+    problems: list[str]
+
+    def add(self, found: Mismatches, prefix: str) -> None:
+        """Add the mismatches of a part, each with a prefix."""
+        for own, texts in zip(self, found, strict=True):
+            own.extend(prefix + text for text in texts)
+
+    def lines(self) -> list[str]:
+        """Return the lines of an error that lists them; none if everything fits."""
+        named = (("missing", self.missing), ("unexpected", self.unexpected))
+        return [*(f"{what}: {', '.join(names)}" for what, names in named if names), *self.problems]
 
 
-def refuse_mismatches(
-    runtime: Runtime, what: str, missing: list[str], unexpected: list[str], problems: list[str], hint: str = ""
-) -> None:
+def refuse_mismatches(runtime: Runtime, what: str, found: Mismatches, hint: str = "") -> None:
     """Raise if there are mismatches, with all of a state dict's in one error, and with `hint` for names."""
-    lines = mismatch_lines(missing, unexpected, problems)
+    lines = found.lines()
     if lines:
-        hint = hint if missing or unexpected else ""
+        hint = hint if found.missing or found.unexpected else ""
         raise StateDictError(
             f"rank {runtime.collectives.world_rank}: {what}: the state dict does not fit, and nothing was loaded.{hint}\n  "
             + "\n  ".join(lines)
         )
 
 
-def load_on_meta(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """Run the modules' own loading on meta tensors, where copying has no effect. Not collective.
+def load_on_meta(model: nn.Module, given: Mapping[str, Any], strict: bool) -> Mismatches:
+    """Run the modules' own loading on meta tensors, where copying has no effect, and return what does not fit. Not collective.
 
-    Returns:
-        The missing names, the unexpected names, and the other problems.
+    Without `strict`, missing and unexpected names fit.
     """
     if not isinstance(given, Mapping):
         raise StateDictError(f"a state dict is a mapping from names to tensors, not {type(given).__name__}.")
@@ -354,7 +362,9 @@ def load_on_meta(model: nn.Module, given: Mapping[str, Any]) -> tuple[list[str],
                 stack.callback(_put_back, module.__dict__, dict(module.__dict__))
                 module.__dict__["set_extra_state"] = lambda state: None
         visit(model, with_metadata(trial, given), "")
-    return list(dict.fromkeys(missing)), list(dict.fromkeys(unexpected)), problems
+    if not strict:
+        return Mismatches([], [], problems)
+    return Mismatches(list(dict.fromkeys(missing)), list(dict.fromkeys(unexpected)), problems)
 
 
 def _put_back(values: dict[str, Any], before: dict[str, Any]) -> None:

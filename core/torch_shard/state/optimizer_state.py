@@ -24,7 +24,7 @@ from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
-from .model_state import misplaced, refuse_mismatches
+from .model_state import Mismatches, misplaced, refuse_mismatches
 from .param_names import names_of
 
 
@@ -298,7 +298,7 @@ def optim_state_dict_to_load(
 
     def compare() -> dict[int, str]:
         names = names_of(runtime, optimizer, model)
-        refuse_mismatches(runtime, what, *mismatches(runtime, optimizer, names, state_dict))
+        refuse_mismatches(runtime, what, mismatches(runtime, optimizer, names, state_dict))
         return names
 
     def key(_: object) -> object:  # empty entries count, since they decide which rank owns what
@@ -433,10 +433,10 @@ def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) ->
 
 def mismatches(
     runtime: Runtime, optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
-) -> tuple[list[str], list[str], list[str]]:
-    """Return what of full state by name does not fit the optimizer: missing, unexpected, and other problems. Not collective."""
+) -> Mismatches:
+    """Return what of full state by name does not fit the optimizer. Not collective."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
-        return [], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)']
+        return Mismatches([], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)'])
     problems: list[str] = []
     missing: list[str] = []
     unexpected: list[str] = []
@@ -476,7 +476,7 @@ def mismatches(
                 cut = isinstance(value, torch.Tensor) and is_cut(param, key, value.shape, counters)
                 for tensor in state_tree.tensors_of(value):
                     problems += misplaced(tensor, param._spec.part if cut else None, f"{name}: {key}")
-    return missing, unexpected, problems
+    return Mismatches(missing, unexpected, problems)
 
 
 def _shape_fits(

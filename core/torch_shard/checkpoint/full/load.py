@@ -151,16 +151,13 @@ class FullLoad:
         tensors = {name: value for name, value in self.model.items() if isinstance(value, torch.Tensor)}
         proxies = model_state.with_metadata(self.model, self.model)
         proxies.update({name: torch.empty_like(value, device="meta") for name, value in tensors.items()})
-        missing, unexpected, problems = model_state.load_on_meta(self.root, proxies)
-        if not self.strict:
-            missing, unexpected = [], []
+        found = model_state.load_on_meta(self.root, proxies, self.strict)
         for name, value in tensors.items():
-            problems += wrong_dtype(name, value.dtype, self.live.get(name), self.dtype, "file")
+            found.problems.extend(wrong_dtype(name, value.dtype, self.live.get(name), self.dtype, "file"))
         for own, names, state in self.optimizers:
-            lists = optimizer_state.mismatches(self.runtime, own, names, state)
-            for into, found in zip((missing, unexpected, problems), lists, strict=True):
-                into += [f"{OPTIMIZER}: {text}" for text in found]
-        refuse_mismatches(self.file.path, missing, unexpected, problems + self.problems)
+            found.add(optimizer_state.mismatches(self.runtime, own, names, state), f"{OPTIMIZER}: ")
+        found.problems.extend(self.problems)
+        refuse_mismatches(self.file.path, found)
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so it comes before anything is changed
 
     def verify(self) -> None:

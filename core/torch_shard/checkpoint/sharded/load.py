@@ -19,6 +19,7 @@ from ...comm.collective_steps import broadcast, each, uncollected
 from ...errors import CheckpointError, StateDictError
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
+from ...state.model_state import Mismatches
 from ...utils.patterns import without_wrappers
 from ..full.load import load_full
 from ..full.open_files import is_full
@@ -141,22 +142,16 @@ class _Load:
         scalars = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in small if isinstance(leaf, Stored)}
         objects = dict.fromkeys(leaf.name for leaf in small if leaf.name not in scalars)
         self.known = {**self.checkpoint.read(scalars, objects), **scalars}
-        missing: list[str] = []
-        unexpected: list[str] = []
-        problems: list[str] = []
+        found = Mismatches([], [], [])
         for model in self.models:
             proxies = model.state_dict(lambda leaf: self.known[leaf.name] if leaf.name in self.known else on_meta(leaf))
-            lists = model_state.load_on_meta(model.source.model, proxies)
-            for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
-                if self.strict or into is problems:
-                    into += [model.source.prefix + text for text in found_now]
+            found.add(model_state.load_on_meta(model.source.model, proxies, self.strict), model.source.prefix)
             for key, saved, live in model.tensors():
-                problems += wrong_dtype(model.source.prefix + key, saved.dtype, live, self.dtype, "checkpoint")
+                name = model.source.prefix + key
+                found.problems.extend(wrong_dtype(name, saved.dtype, live, self.dtype, "checkpoint"))
         for part in self.optimizers:
-            lists = part.compare(self.known, self.dtype)
-            for into, found_now in zip((missing, unexpected, problems), lists, strict=True):
-                into += found_now
-        refuse_mismatches(self.checkpoint.folder, missing, unexpected, problems)
+            part.compare(self.known, self.dtype, found)
+        refuse_mismatches(self.checkpoint.folder, found)
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:

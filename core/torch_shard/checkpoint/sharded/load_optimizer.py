@@ -15,6 +15,7 @@ from ...optim.registry import counters_in
 from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
+from ...state.model_state import Mismatches
 from ..full.load import by_name
 from ..mismatches import wrong_dtype
 from .checkpoint_dir import Checkpoint
@@ -78,10 +79,11 @@ class OptimizerLoad:
         objects = [leaf for _, leaf in leaves(self.saved.state) if not isinstance(leaf, Stored)]
         return self.saved.small() + objects
 
-    def compare(self, known: Mapping[str, Any], dtype: torch.dtype | None) -> tuple[list[str], list[str], list[str]]:
-        """Return what is missing, unexpected and otherwise wrong. `known` has the values of :meth:`small` by name."""
+    def compare(self, known: Mapping[str, Any], dtype: torch.dtype | None, found: Mismatches) -> None:
+        """Add what does not fit to `found`. `known` has the values of :meth:`small` by name."""
         if self.saved is None:
-            return [f"{self.what} (the checkpoint has no such optimizer state)"], [], []
+            found.missing.append(f"{self.what} (the checkpoint has no such optimizer state)")
+            return
         live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         given = self.saved.as_saved(live, known)
         if not self.alone:  # the rest is other optimizers'
@@ -98,13 +100,9 @@ class OptimizerLoad:
         own_others = {key: entries for position, key, entries in others if position == self.number}
         self.given["state"].update(own_others)
         self.given[optimizer_state.OTHER] = list(own_others)
-        missing, unexpected, problems = optimizer_state.mismatches(self.runtime, self.optimizer, self.names, self.given)
-        problems += self._wrong_dtypes(dtype)
-        return (
-            [f"{self.what}: {text}" for text in missing],
-            [f"{self.what}: {text}" for text in unexpected],
-            [f"{self.what}: {text}" for text in problems],
-        )
+        own = optimizer_state.mismatches(self.runtime, self.optimizer, self.names, self.given)
+        own.problems.extend(self._wrong_dtypes(dtype))
+        found.add(own, f"{self.what}: ")
 
     def _wrong_dtypes(self, dtype: torch.dtype | None) -> list[str]:
         problems = []
