@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torch_shard.frontend.checkpoint import exchange, hidden, make_durable, tidy
+from torch_shard.frontend.checkpoint import hidden, swap, tidy
 from torch_shard.log import logger
 
 from .._private import MixinBase
@@ -90,29 +90,6 @@ def put(target: Path, write: Callable[[Path], None]) -> None:
             delete(beside)
 
 
-def swap(beside: Path, target: Path) -> None:
-    """Put `beside` in the place of `target`. What was at `target` may have the other name afterwards: delete that."""
-    if not os.path.lexists(target):
-        os.rename(beside, target)
-    elif not beside.is_dir() and (target.is_symlink() or not target.is_dir()):
-        os.replace(beside, target)
-    elif not exchange(beside, target):
-        # This file system can't exchange names. For a moment nothing is at the target; a load finds this name then.
-        old = _previous(target)
-        os.rename(target, old)
-        try:
-            os.rename(beside, target)
-        except OSError:
-            os.rename(old, target)
-            raise
-        delete(old)
-    make_durable(target.parent)
-
-
-def _previous(target: Path) -> Path:
-    return target.parent / f".{target.name}.previous-{secrets.token_hex(8)}"
-
-
 def delete(path: Path) -> None:
     """Delete a file, a link (not what it leads to) or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
@@ -145,7 +122,7 @@ def aside(path: Any) -> Iterator[None]:
         yield
         return
     refuse_other_folder(target)
-    kept = _previous(target)
+    kept = target.parent / f".{target.name}.previous-{secrets.token_hex(8)}"
     os.rename(target, kept)
     try:
         yield

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..checkpoint import PendingSave, load_contents, save_contents
-from ..checkpoint.format.atomic_directory import Saving, commit, discard, exchange, find, hidden, tidy
+from ..checkpoint.format.atomic_directory import Saving, commit, discard, find, hidden, swap, tidy
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
 from ..checkpoint.full.load import FullLoad, by_name
@@ -50,7 +50,6 @@ __all__ = [
     "commit",
     "discard",
     "each",
-    "exchange",
     "find",
     "gather",
     "hidden",
@@ -73,6 +72,7 @@ __all__ = [
     "source_of",
     "sources_of",
     "split",
+    "swap",
     "tidy",
 ]
 

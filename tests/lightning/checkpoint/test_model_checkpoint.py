@@ -29,6 +29,7 @@ from tests.lightning.support import (
 )
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.checkpoint.format import atomic_directory
 from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.checkpoint.sharded.checkpoint_dir import Checkpoint
 from torch_shard.errors import CheckpointError
@@ -338,14 +339,16 @@ def test_lightnings_asynchronous_plugin_replaces_a_folder(rank, tmp_path):
 
 
 def test_the_files_take_each_others_place_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic_directory, "exchange", lambda one, other: False)
     target, beside = tmp_path / "target", tmp_path / "beside"
     target.mkdir()
     (target / "old").touch()
     beside.write_text("new")
     files.swap(beside, target)
-    assert target.read_text() == "new"
+    assert target.read_text() == "new" and names(beside) == ["old"]
+    files.delete(beside)
     beside.mkdir()
     (beside / "newer").touch()
     files.swap(beside, target)
+    files.delete(beside)
     assert names(target) == ["newer"] and names(tmp_path) == ["target"]

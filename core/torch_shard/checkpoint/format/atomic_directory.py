@@ -34,7 +34,7 @@ from .fileio import make_durable
 from .manifest import MANIFEST, read_manifest
 from .safetensors import INDEX, SINGLE, WEIGHTS
 
-__all__ = ["Saving", "commit", "discard", "exchange", "find", "hidden", "pattern", "prune", "tidy"]
+__all__ = ["Saving", "commit", "discard", "exchange", "find", "hidden", "pattern", "prune", "swap", "tidy"]
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|previous)-[0-9a-f]{16}")
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -135,21 +135,29 @@ def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None
         OSError: nothing has changed, or the new directory is in place and only its name may not be durable.
     """
     make_durable(saving.path)
-    if not os.path.lexists(target):
-        os.rename(saving.path, target)
-    else:
+    if os.path.lexists(target):
         (take_along or _take_along)(target, saving.path)
         with contextlib.suppress(OSError):  # the old one's mode may let others in
             shutil.copymode(target, saving.path)
-        if not exchange(saving.path, target):
-            aside = target.parent / f".{target.name}.previous-{saving.nonce}"
-            os.rename(target, aside)
-            try:
-                os.rename(saving.path, target)
-            except OSError:
-                os.rename(aside, target)
-                raise
-            os.rename(aside, saving.path)
+    swap(saving.path, target)
+
+
+def swap(new: Path, target: Path) -> None:
+    """Put a file or directory in the target's place, in one step if the system can, and make the name durable.
+
+    What was at the target has the other name then, unless neither is a directory.
+    """
+    if not os.path.lexists(target) or not (new.is_dir() or (target.is_dir() and not target.is_symlink())):
+        os.replace(new, target)
+    elif not exchange(new, target):
+        aside = target.parent / f".{target.name}.previous-{secrets.token_hex(8)}"
+        os.rename(target, aside)
+        try:
+            os.rename(new, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+        os.rename(aside, new)
     make_durable(target.parent)
 
 

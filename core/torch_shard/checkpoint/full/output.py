@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..format.atomic_directory import Saving, commit, discard
+from ..format.atomic_directory import Saving, commit, discard, swap
 from ..format.dcp_metadata import METADATA
-from ..format.fileio import make_durable
 from ..format.manifest import MANIFEST
 from ..format.safetensors import WEIGHTS, SafetensorsWriter
 from ..format.torch_file import TorchFileWriter
@@ -61,7 +60,7 @@ def torch_output(target: Path, nonce: str, structure: Any) -> Iterator[Output]:
 
         def finish() -> None:
             writer.close()
-            _replace(saving.path / target.name, target)
+            swap(saving.path / target.name, target)
 
         try:
             yield Output(writer.write, finish)
@@ -92,7 +91,7 @@ def safetensors_output(
         def finish() -> None:
             writer.finish()
             if single is not None:
-                _replace(saving.path / single, target)
+                swap(saving.path / single, target)
             else:
                 commit(saving, target, _keep_others)
                 discard(target, nonce)  # here, while the other ranks wait
@@ -111,11 +110,6 @@ def beside(target: Path, nonce: str, refuse: Callable[[Path], None] | None = Non
         yield saving
     finally:
         saving.remove()
-
-
-def _replace(file: Path, target: Path) -> None:
-    os.replace(file, target)
-    make_durable(target.parent)
 
 
 # -- what is at the target --------------------------------------------------------------------------------------------
