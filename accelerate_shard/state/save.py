@@ -19,6 +19,7 @@ from torch_shard.frontend.checkpoint import (
     OPTIMIZER,
     PendingSave,
     Saving,
+    check_shared,
     commit,
     discard,
     hidden,
@@ -84,7 +85,7 @@ def _save(
     save = _Writing(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
     try:
         ranks.on_first(save.make_folder)
-        ranks.each(save.check_shared)
+        ranks.each(lambda: check_shared(save.beside, ranks.rank))
         save.write_full() if is_full else save.write_sharded()
     except BaseException:
         save.close(False)
@@ -119,14 +120,6 @@ class _Writing:
     def make_folder(self) -> None:
         """Make the hidden folder. For rank 0."""
         self.saving = Saving.begin(self.target, self.nonce, _refuse_file, directory_names.siblings(self.accelerator))
-
-    def check_shared(self) -> None:
-        """Raise where this rank has another folder of that name, or none."""
-        if not self.beside.is_dir():
-            raise CheckpointError(
-                f"rank {self.ranks.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this "
-                "path. Save to a file system that all nodes mount at the same place. Nothing was saved."
-            )
 
     def put_in_place(self) -> None:
         """Give the checkpoint its name; then delete the one before, and those beyond ``total_limit``. For rank 0."""

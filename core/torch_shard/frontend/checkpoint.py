@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..checkpoint import PendingSave, load_contents, save_contents
-from ..checkpoint.format.atomic_directory import Saving, commit, discard, find, hidden, swap, tidy
+from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, discard, find, hidden, swap, tidy
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
 from ..checkpoint.full.load import FullLoad, by_name
@@ -46,6 +46,7 @@ __all__ = [
     "all_parameters",
     "broadcast",
     "by_name",
+    "check_shared",
     "classes_of_data",
     "commit",
     "discard",

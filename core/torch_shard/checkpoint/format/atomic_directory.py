@@ -34,7 +34,19 @@ from .fileio import make_durable
 from .manifest import MANIFEST, read_manifest
 from .safetensors import INDEX, SINGLE, WEIGHTS
 
-__all__ = ["Saving", "commit", "discard", "exchange", "find", "hidden", "pattern", "prune", "swap", "tidy"]
+__all__ = [
+    "Saving",
+    "check_shared",
+    "commit",
+    "discard",
+    "exchange",
+    "find",
+    "hidden",
+    "pattern",
+    "prune",
+    "swap",
+    "tidy",
+]
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|previous)-[0-9a-f]{16}")
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -85,6 +97,15 @@ class Saving:
 def hidden(target: Path, nonce: str) -> Path:
     """Return the hidden directory in which a checkpoint is written."""
     return target.parent / f".{target.name}.saving-{nonce}"
+
+
+def check_shared(beside: Path, rank: int) -> None:
+    """Raise if this rank does not see the hidden directory, which rank 0 has made."""
+    if not beside.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see {beside}, which rank 0 has just made: the ranks don't share this path. Save to a file "
+            "system that all nodes mount at the same place. Nothing was saved."
+        )
 
 
 def _refuse_working_directory(target: Path) -> None:

@@ -24,7 +24,7 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ...utils.patterns import without_wrappers
-from ..format.atomic_directory import Saving, commit, discard, hidden, pattern, prune
+from ..format.atomic_directory import Saving, check_shared, commit, discard, hidden, pattern, prune
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from ..ports import EnginePort
@@ -117,7 +117,7 @@ def _save(
     pending: PendingSave | None = None
     try:
         each(runtime, what, work.begin, nonce=f"{nonce}/begin")
-        each(runtime, what, work.check_shared)
+        each(runtime, what, lambda: check_shared(work.beside, work.rank))
         with uncollected():
             work.proposal = propose(runtime, what, work.planner, contents)
         barrier = heartbeat_barrier(runtime, f"{nonce}/parts", own_connection=asynchronous)
@@ -184,14 +184,6 @@ class _Save:
         if self.rank == 0:
             siblings = None if self.keep is None else pattern(self.target.name)
             self.saving = Saving.begin(self.target, self.nonce, siblings=siblings)
-
-    def check_shared(self) -> None:
-        """Raise if this rank does not see the directory that rank 0 has made."""
-        if not self.beside.is_dir():
-            raise CheckpointError(
-                f"rank {self.rank} does not see {self.beside}, which rank 0 has just made: the ranks don't share this path. Save "
-                "to a file system that all nodes mount at the same place. Nothing was saved."
-            )
 
     def stage(self, staging: SnapshotMemory) -> None:
         """Copy what this rank has proposed, and write the copy from now on."""
