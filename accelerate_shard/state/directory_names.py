@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
 from torch_shard.errors import CheckpointError, ConfigError
-from torch_shard.frontend.checkpoint import discard, hidden
+from torch_shard.frontend.checkpoint import remove
 from torch_shard.log import logger
 
 from .files import is_checkpoint
@@ -112,10 +111,7 @@ def prune(accelerator: Any, folder: Path) -> None:
         return
     others = [path for path in _numbered(folder.parent) if path != folder]
     for path in others[: max(0, len(others) + 1 - max(1, project.total_limit))]:
-        nonce = secrets.token_hex(8)
         try:
-            os.rename(path, hidden(path, nonce))  # a partly deleted checkpoint must not have its name
+            remove(path)
         except OSError as error:
             logger.warning("%s, beyond total_limit, could not be removed: %s", path, error)
-        else:
-            discard(path, nonce)

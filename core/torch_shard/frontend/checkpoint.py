@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..checkpoint import PendingSave, load_contents, save_contents
-from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, discard, find, hidden, swap, tidy
+from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, discard, find, hidden, remove, swap, tidy
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
 from ..checkpoint.full.load import FullLoad, by_name
@@ -68,6 +68,7 @@ __all__ = [
     "plain_source",
     "read_contents",
     "refuse_damaged",
+    "remove",
     "save_contents",
     "size_of",
     "source_of",

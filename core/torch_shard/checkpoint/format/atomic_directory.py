@@ -44,6 +44,7 @@ __all__ = [
     "hidden",
     "pattern",
     "prune",
+    "remove",
     "swap",
     "tidy",
 ]
@@ -300,7 +301,15 @@ def prune(target: Path, keep: int) -> None:
             if manifest is not None:
                 siblings.append((manifest.saved_at, path))
     for _, path in sorted(siblings, reverse=True)[keep - 1 :]:
-        # Hidden first: a partly deleted checkpoint must not have its name.
-        unseen = hidden(path, secrets.token_hex(8))
-        os.rename(path, unseen)
-        _delete(unseen)
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a complete checkpoint, under a hidden name: a partly deleted one must not have its name.
+
+    Raises:
+        OSError: it can't be renamed, and is still complete.
+    """
+    unseen = hidden(path, secrets.token_hex(8))
+    os.rename(path, unseen)
+    _delete(unseen)
