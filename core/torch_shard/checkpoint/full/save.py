@@ -87,11 +87,7 @@ def save_full(
 
         for part in saved.streams:
             part.send(put, what, memory)
-        each(runtime, what, outputs[0].commit if first else _nothing, nonce=f"{nonce}/finish")
-
-
-def _nothing() -> None:
-    """Do nothing, as the other ranks do while rank 0 completes the files."""
+        each(runtime, what, outputs[0].commit if first else lambda: None, nonce=f"{nonce}/finish")
 
 
 def _format_of(path: Path, format: str | None, look: bool) -> str:
