@@ -32,13 +32,5 @@ class EnginePort(Protocol):
     def model(self) -> nn.Module:
         """The sharded module."""
 
-    @property
-    def rank(self) -> int:
-        """This rank within the mesh."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks of the mesh."""
-
     def finish_saving(self) -> None:
         """Wait until the last asynchronous save is durable, if there was one."""

@@ -225,8 +225,9 @@ def _sources(checkpoint: Checkpoint, engine: EnginePort, models: Mapping[str, An
     rest = {name: own for name, own in models.items() if name not in further}
     if len(rest) > 1:
         raise StateDictError(
-            f"rank {engine.rank}: the checkpoint has no models of the names {', '.join(map(repr, rest))}, of which one could be "
-            "its first; load them one by one, or under the names that they were saved by."
+            f"rank {engine._runtime.collectives.world_rank}: the checkpoint has no models of the names "
+            f"{', '.join(map(repr, rest))}, of which one could be its first; load them one by one, or under the names that they "
+            "were saved by."
         )
     first = [source for own in rest.values() for source in sources_of(own, None)]
     return first + (sources_of(engine, further)[1:] if further else [])

@@ -328,7 +328,7 @@ def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
 def _facts(engine: EnginePort, sources: list[Source], contents: dict[str, Any]) -> dict[str, Any]:
     """Return what the manifest says of the model and its engine, as they are now."""
     return {
-        "world_size": engine.world_size,
+        "world_size": engine._runtime.collectives.world,
         "strategy": engine.config.strategy,
         "units": tuple(
             {"name": s.prefix + u.name, "parameters": [s.prefix + without_wrappers(n) for n in u.names]}
