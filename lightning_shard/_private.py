@@ -133,38 +133,46 @@ def _getter(root: str) -> Callable[[str], Any]:
     return get
 
 
-@functools.cache
-def private(namespace: str) -> Private:
-    """Import and return what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
-    trainer_root, fabric_root = _ROOTS[namespace]
-    pl, fabric = _getter(trainer_root), _getter(fabric_root)
-    return Private(
+def _shared(namespace: str, root: str, fabric_root: str, wrapping_io: Any) -> Shared:
+    """Return what is used of the package `root`, the Trainer's or Fabric's, and of Fabric's beside it."""
+    own, fabric = _getter(root), _getter(fabric_root)
+    return Shared(
         namespace=namespace,
-        SubprocessScriptLauncher=pl("strategies.launchers._SubprocessScriptLauncher"),
-        MultiProcessingLauncher=pl("strategies.launchers._MultiProcessingLauncher"),
+        SubprocessScriptLauncher=own("strategies.launchers._SubprocessScriptLauncher"),
+        MultiProcessingLauncher=own("strategies.launchers._MultiProcessingLauncher"),
         init_dist_connection=fabric("utilities.distributed._init_dist_connection"),
         default_backend_for_device=fabric("utilities.distributed._get_default_process_group_backend_for_device"),
         sync_ddp_if_available=fabric("utilities.distributed._sync_ddp_if_available"),
-        optimizers_to_device=fabric("utilities.optimizer._optimizers_to_device"),
-        update_properties=fabric("utilities.device_dtype_mixin._update_properties"),
-        reset_seed=fabric("utilities.seed.reset_seed"),
         # Lightning keeps the rank in each of these; `rank_zero_info` and the loggers read them.
         rank_zero_only=(
-            pl("utilities.rank_zero.rank_zero_only"),
+            own("utilities.rank_zero.rank_zero_only"),
             importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
         ),
         default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
+        MisconfigurationException=own("utilities.exceptions.MisconfigurationException"),
+        WrappingCheckpointIO=wrapping_io,
+        TorchCheckpointIO=own("plugins.io.TorchCheckpointIO"),
+        version=str(importlib.import_module(root).__version__),
+        Precision=own("plugins.precision.Precision"),
+        MixedPrecision=own("plugins.precision.MixedPrecision"),
+        refused_precision=tuple(own(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
+    )
+
+
+@functools.cache
+def private(namespace: str) -> Private:
+    """Import and return what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
+    root, fabric_root = _ROOTS[namespace]
+    pl, fabric = _getter(root), _getter(fabric_root)
+    return Private(
+        **vars(_shared(namespace, root, fabric_root, pl("plugins.io.wrapper._WrappingCheckpointIO"))),
+        optimizers_to_device=fabric("utilities.optimizer._optimizers_to_device"),
+        update_properties=fabric("utilities.device_dtype_mixin._update_properties"),
+        reset_seed=fabric("utilities.seed.reset_seed"),
         LightningEnvironment=fabric("plugins.environments.LightningEnvironment"),
         LightningOptimizer=pl("core.optimizer.LightningOptimizer"),
         TrainerFn=pl("trainer.states.TrainerFn"),
-        MisconfigurationException=pl("utilities.exceptions.MisconfigurationException"),
-        WrappingCheckpointIO=pl("plugins.io.wrapper._WrappingCheckpointIO"),
-        TorchCheckpointIO=pl("plugins.io.TorchCheckpointIO"),
         ModelCheckpoint=pl("callbacks.ModelCheckpoint"),
-        version=str(importlib.import_module(trainer_root).__version__),
-        Precision=pl("plugins.precision.Precision"),
-        MixedPrecision=pl("plugins.precision.MixedPrecision"),
-        refused_precision=tuple(pl(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
         ModelPruning=pl("callbacks.ModelPruning"),
         SIGTERMException=pl("utilities.exceptions.SIGTERMException"),
         StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
@@ -176,27 +184,7 @@ def private(namespace: str) -> Private:
 def fabric_private(namespace: str) -> Shared:
     """Import and return what Fabric's strategy uses of ``"lightning"`` (``lightning.fabric``) or ``"lightning_fabric"``."""
     root = "lightning.fabric" if namespace == "lightning" else namespace
-    fabric = _getter(root)
-    return Shared(
-        namespace=namespace,
-        SubprocessScriptLauncher=fabric("strategies.launchers.subprocess_script._SubprocessScriptLauncher"),
-        MultiProcessingLauncher=fabric("strategies.launchers.multiprocessing._MultiProcessingLauncher"),
-        init_dist_connection=fabric("utilities.distributed._init_dist_connection"),
-        default_backend_for_device=fabric("utilities.distributed._get_default_process_group_backend_for_device"),
-        sync_ddp_if_available=fabric("utilities.distributed._sync_ddp_if_available"),
-        rank_zero_only=(
-            fabric("utilities.rank_zero.rank_zero_only"),
-            importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
-        ),
-        default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
-        MisconfigurationException=fabric("utilities.exceptions.MisconfigurationException"),
-        WrappingCheckpointIO=(),  # Fabric has no plugins around others
-        TorchCheckpointIO=fabric("plugins.io.torch_io.TorchCheckpointIO"),
-        version=str(importlib.import_module(root).__version__),
-        Precision=fabric("plugins.precision.Precision"),
-        MixedPrecision=fabric("plugins.precision.MixedPrecision"),
-        refused_precision=tuple(fabric(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
-    )
+    return _shared(namespace, root, root, ())  # Fabric has no plugins around others
 
 
 def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
