@@ -32,7 +32,7 @@ from .from_deepspeed import from_deepspeed
 from .from_fsdp import from_fsdp
 from .from_model_parallel import from_model_parallel, note_fully_shard
 from .stand_in import StandIn
-from .translation import Translation, defaults_of, overlaid
+from .translation import Translation, defaults_of
 
 __all__ = ["take_over"]
 
@@ -159,7 +159,7 @@ def _translated(root: Root, connector: Any, strategy: Any, family: str) -> Trans
 
 def _make(root: Root, found: Translation, settings: Mapping[str, Any]) -> Any:
     fields, options = split_settings(settings)
-    config = torch_shard.ShardConfig(**overlaid(found.config, fields))
+    config = torch_shard.ShardConfig(**{**found.config, **fields})
     made = importlib.import_module(root.stand_in)
     kind = getattr(made, made.__all__[0])
     ours = kind(config, **{**found.options, **options})

@@ -11,7 +11,7 @@ import torch
 
 from torch_shard.errors import ConfigError
 
-__all__ = ["Arguments", "Translation", "defaults_of", "overlaid"]
+__all__ = ["Arguments", "Translation", "defaults_of"]
 
 # What both have under the same name. The precision plugin is decided on by the connector.
 _SAME = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend")
@@ -118,12 +118,3 @@ def _same(a: Any, b: Any) -> bool:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def overlaid(config: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of ``ShardConfig`` with those that the launch gives on top."""
-    base = dict(config)
-    if "strategy" in launch:  # these belong to the program's own strategy, and may contradict this one
-        base.pop("shard_size", None)
-        base.pop("reshard_after_forward", None)
-    return {**base, **launch}

@@ -128,8 +128,6 @@ class SettingsMixin(MixinBase):  # type: ignore[misc]
             ConfigError: a value is bad.
         """
         fields, own = split_settings(settings)
-        if "strategy" in fields:  # these may contradict it
-            fields = {"shard_size": None, "reshard_after_forward": None, **fields}
         kept = {field.name: getattr(self._settings, field.name) for field in dataclasses.fields(StrategySettings)}
         self._keep_settings(dataclasses.replace(self._config, **fields), {**kept, **own})
 
@@ -152,12 +150,15 @@ class SettingsMixin(MixinBase):  # type: ignore[misc]
 
 
 def split_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the fields of ``ShardConfig`` among some settings, and those of StrategySettings alone."""
-    fields = {field.name for field in dataclasses.fields(ShardConfig)}
-    return (
-        {name: value for name, value in settings.items() if name in fields},
-        {name: value for name, value in settings.items() if name not in fields},
-    )
+    """Return the fields of ``ShardConfig`` among some settings, and those of StrategySettings alone.
+
+    If ``strategy`` is among them, so are the fields that may contradict it: they belong to the strategy that it replaces.
+    """
+    known = {field.name for field in dataclasses.fields(ShardConfig)}
+    fields = {name: value for name, value in settings.items() if name in known}
+    if "strategy" in fields:
+        fields = {"shard_size": None, "reshard_after_forward": None, **fields}
+    return fields, {name: value for name, value in settings.items() if name not in known}
 
 
 def _chosen_layers(chosen: LayersOrOne, setting: str) -> Layers:

@@ -27,7 +27,8 @@ from lightning_shard.run.from_deepspeed import from_deepspeed
 from lightning_shard.run.from_fsdp import from_fsdp
 from lightning_shard.run.from_model_parallel import from_model_parallel
 from lightning_shard.run.settings import read_settings
-from lightning_shard.run.translation import Translation, defaults_of, overlaid
+from lightning_shard.run.translation import Translation, defaults_of
+from lightning_shard.strategy.settings import split_settings
 from torch_shard import Offload, Precision, ShardConfig
 from torch_shard.errors import ConfigError
 
@@ -257,8 +258,10 @@ def test_arguments_count_for_more_than_variables():
 
 def test_a_strategy_of_the_launch_drops_the_sizes_of_the_programs_own():
     hybrid = {"strategy": "hybrid_shard", "shard_size": 2, "prefetch": 3}
-    assert overlaid(hybrid, {"strategy": "full_shard"}) == {"strategy": "full_shard", "prefetch": 3}
-    assert overlaid(hybrid, {"unit_bytes": 5}) == {**hybrid, "unit_bytes": 5}
+    fields, _ = split_settings({"strategy": "full_shard"})
+    assert ShardConfig(**{**hybrid, **fields}) == ShardConfig(strategy="full_shard", prefetch=3)
+    fields, _ = split_settings({"unit_bytes": 5})
+    assert {**hybrid, **fields} == {**hybrid, "unit_bytes": 5}
 
 
 def test_settings_of_the_launch_change_a_strategy_that_is_ours_already():
