@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import all_read, copy_tensors, optim_state_dict, param_names_of, refuse_inside
+from torch_shard.frontend import all_read, copy_tensors, numbered_optim_state_dict, refuse_inside
 from torch_shard.frontend.checkpoint import (
     FullLoad,
     Source,
@@ -150,22 +150,11 @@ def _put(new: Path, target: Path, safe: bool) -> None:
 
 
 def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
-    """Return the full ``optimizer.state_dict()``, as it is without sharding, on rank 0; None elsewhere. Collective."""
+    """Return the full ``optimizer.state_dict()``, as it is without sharding, on rank 0; an empty dict elsewhere. Collective."""
     engine = prepared.engine_for(optimizer)
     if engine is None:
         return optimizer.state_dict()
-    parameters = all_parameters(prepared.named())
-    named = optim_state_dict(engine, optimizer, True, parameters)
-    if not named:
-        return None
-    names = param_names_of(engine, optimizer, parameters)
-    flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    number_of = {name: number for number, name in enumerate(flat)}
-    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
-    state = {name: entries for name, entries in named["state"].items() if name not in number_of}
-    # torch has the state in the order of the numbers.
-    state.update((number, named["state"][name]) for number, name in enumerate(flat) if name in named["state"])
-    return {"state": state, "param_groups": groups}
+    return numbered_optim_state_dict(engine, optimizer, True, all_parameters(prepared.named()))
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import functools
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -19,15 +19,14 @@ import torch
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
 from torch_shard.frontend import (
-    OTHER_STATE,
     agree,
     engine_holding,
     full_state_dict,
     load_optim_state_dict,
-    optim_state_dict,
+    numbered_optim_state_dict,
     param_names_of,
 )
-from torch_shard.frontend.checkpoint import broadcast, each
+from torch_shard.frontend.checkpoint import broadcast, by_name, each
 
 from .._private import plain_optimizer
 from ..accelerator import Accelerator
@@ -95,22 +94,13 @@ def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) ->
         return
     optimizer = plain_optimizer(trainer.optimizer)
     with all_ranks("saving a Trainer's checkpoint"):
-        state = optim_state_dict(engine, optimizer, not trainer.args.save_on_each_node, trainer.model)
-        if state:
-            names = _names(engine, optimizer, trainer.model)
-            state = _renamed(state, {name: number for number, name in enumerate(names)})
-            state["state"] = dict(sorted(state["state"].items(), key=_number_first))
+        state = numbered_optim_state_dict(engine, optimizer, not trainer.args.save_on_each_node, trainer.model)
 
         def write() -> None:
             with _in_place(trainer, "optimizer", _Saved(state)):
                 own(output_dir)
 
         _together(engine, "Trainer: saving the optimizer", write)
-
-
-def _number_first(item: tuple[Any, Any]) -> tuple[bool, Any]:
-    key = item[0]
-    return (True, str(key)) if not isinstance(key, int) else (False, key)
 
 
 class _Saved:
@@ -165,12 +155,9 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
             warnings.simplefilter("ignore")
             schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
         _check_groups(engine, optimizer, state)
-        return _renamed(state, dict(enumerate(_names(engine, optimizer, trainer.model)))), schedule
+        return by_name(optimizer, param_names_of(engine, optimizer, trainer.model), state), schedule
 
     state, schedule = _together(engine, "Trainer: loading the optimizer", read)
-    known = {name for group in state["param_groups"] for name in group["params"]}
-    for name in sorted(known - set(state["state"])) if state["state"] else ():
-        state["state"][name] = {}  # the parameter never had a gradient
     load_optim_state_dict(engine, optimizer, state, trainer.model)
     trainer.lr_scheduler.load_state_dict(schedule)
 
@@ -183,24 +170,6 @@ def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None
             f"rank {engine.rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of "
             f"{here}; resume with the model and the arguments that it was saved with."
         )
-
-
-# -- names and numbers --------------------------------------------------------------------------------------------------
-def _names(engine: Engine, optimizer: Any, model: Any) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order in which torch numbers them."""
-    names = param_names_of(engine, optimizer, model)
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _renamed(state: Mapping[str, Any], mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return `state` with the keys of parameters mapped. State of no parameter keeps its key, which is listed."""
-    listed = {key for group in state["param_groups"] for key in group["params"]}
-    other = [key for key in state["state"] if key not in listed]
-    return {
-        "state": {mapping[key] if key in listed else key: value for key, value in state["state"].items()},
-        "param_groups": [{**group, "params": [mapping[k] for k in group["params"]]} for group in state["param_groups"]],
-        **({OTHER_STATE: other} if other else {}),
-    }
 
 
 # -- together -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import operator
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import load_optim_state_dict, optim_state_dict, param_names_of
+from torch_shard.frontend import load_optim_state_dict, numbered_optim_state_dict, param_names_of
 from torch_shard.frontend.checkpoint import refuse_damaged
 from torch_shard.log import logger
 
@@ -67,32 +67,22 @@ def on_meta(value: Any) -> Any:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def optimizer_state(
-    engine: Engine, optimizer: Any, *, rank0_only: bool = True, parameters: nn.Module | None = None
-) -> dict[str, Any]:
+def optimizer_state(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> dict[str, Any]:
     """Return full optimizer state by number, as ``optimizer.state_dict()`` of a single device is. Collective.
+
+    Ranks other than 0 get the groups without any state.
 
     Args:
         engine: one of those that shard the optimizer's parameters.
         optimizer: the optimizer.
-        rank0_only: the other ranks get the groups without any state.
         parameters: a module that names the optimizer's parameters; by default the engine's model.
     """
     if not is_sharded(optimizer):
         return optimizer.state_dict()
-    named = optim_state_dict(engine, optimizer, rank0_only, parameters or engine.model)
-    names = names_of(engine, optimizer, parameters)
-    numbers = _numbers(names)
-    groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[name] for name in group_names]}
-        for group, group_names in zip(optimizer.param_groups, names, strict=True)
-    ]
-    # Numbers in ascending order, as torch writes them: the order of names is that of the units.
-    state = {name: entries for name, entries in named.get("state", {}).items() if name not in numbers}
-    for name, number in sorted(numbers.items(), key=operator.itemgetter(1)):
-        if name in named.get("state", {}):
-            state[number] = named["state"][name]
-    return {"state": state, "param_groups": groups}
+    found = numbered_optim_state_dict(engine, optimizer, True, parameters or engine.model)
+    numbers = itertools.count()
+    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    return {"state": found.get("state", {}), "param_groups": groups}
 
 
 def load_optimizer(
@@ -105,7 +95,8 @@ def load_optimizer(
     if not is_sharded(optimizer):
         optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
         return
-    names = [name for group in names_of(engine, optimizer, parameters) for name in group]
+    names_by_id = names_of(engine, optimizer, parameters)
+    names = [names_by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
     saved_order = [number for group in state["param_groups"] for number in group["params"]]
     if len(saved_order) != len(names):
         raise StateDictError(
@@ -131,21 +122,15 @@ def is_sharded(optimizer: Any) -> bool:
     return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
 
 
-def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> list[list[str]]:
-    """Return the names of an optimizer's parameters by group. Not collective."""
+def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> dict[int, str]:
+    """Return the names of an optimizer's parameters by id. Not collective."""
     try:
-        known = param_names_of(engine, optimizer, parameters or engine.model)
+        return param_names_of(engine, optimizer, parameters or engine.model)
     except StateDictError:
         raise StateDictError(
             f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "
             "its state can't be saved by name; register the others in the module."
         ) from None
-    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _numbers(names: list[list[str]]) -> dict[str, int]:
-    flat = [name for group in names for name in group]
-    return {name: number for number, name in enumerate(flat)}
 
 
 # What is loaded into shards. The last is WeightAveraging's, which puts the average into the first.

@@ -203,9 +203,8 @@ def load_optimizer(
     engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
 ) -> None:
     """Load state by parameter name. Collective. `parameters` is as for :func:`.full.optimizer_state`."""
-    devices: dict[Any, torch.device] = {}
-    for group, names in zip(optimizer.param_groups, names_of(engine, optimizer, parameters), strict=True):
-        devices.update((name, p.device) for name, p in zip(names, group["params"], strict=True))
+    names = names_of(engine, optimizer, parameters)
+    devices = {names[id(p)]: p.device for group in optimizer.param_groups for p in group["params"]}
     placed = {
         name: {key: _on(value, devices[name]) for key, value in own.items()} if name in devices else own
         for name, own in state["state"].items()
@@ -227,10 +226,8 @@ def renamed(
     """Return state that has the names of `sources`, as in a folder, with the names of `parameters`. Not collective."""
     if not is_named(state):
         return state
-    saved = param_names(sources, optimizer)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    flat = [name for group in names_of(engine, optimizer, parameters) for name in group]
-    new = {saved[id(p)]: name for p, name in zip(held, flat, strict=True)}
+    saved, names = param_names(sources, optimizer), names_of(engine, optimizer, parameters)
+    new = {saved[id(p)]: names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     groups = [{**group, "params": [new.get(name, name) for name in group["params"]]} for group in state["param_groups"]]
     return {**state, "state": {new.get(n, n): own for n, own in state["state"].items()}, "param_groups": groups}
 

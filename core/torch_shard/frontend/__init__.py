@@ -36,14 +36,12 @@ from ..shard_tensor.tensor import ShardTensor
 from ..state import model_state as full_state
 from ..state import optimizer_state as named_state
 from ..state.model_state import WithMetadata
-from ..state.optimizer_state import OTHER as OTHER_STATE
 from ..state.param_names import names_of
 from ..unit.module_params import copy_attributes
 from .clipping import clip_norm, engines_over, limit_values
 from .lone_files import read_alone, write_full_safetensors
 
 __all__ = [
-    "OTHER_STATE",
     "Deferred",
     "Strategy",
     "WithMetadata",
@@ -78,7 +76,7 @@ __all__ = [
     "load_optim_state_dict",
     "make_full",
     "map_tensors",
-    "optim_state_dict",
+    "numbered_optim_state_dict",
     "own_buffers",
     "param_name",
     "param_names_of",
@@ -315,11 +313,23 @@ def load_optim_state_dict(engine: Engine, optimizer: Any, state_dict: Mapping[st
     named_state.load_optim_state_dict(engine._runtime, optimizer, state_dict, model)  # type: ignore[arg-type]
 
 
+def numbered_optim_state_dict(engine: Engine, optimizer: Any, rank0_only: bool, model: Any) -> dict[str, Any]:
+    """Return the full state of an optimizer by number, as a plain optimizer's ``state_dict()`` is. Collective.
+
+    State of no parameter comes first. With `rank0_only`, ranks other than 0 get an empty dict.
+    """
+    named = named_state.optim_state_dict(engine._runtime, optimizer, rank0_only, model)
+    if not named:
+        return {}
+    names = param_names_of(engine, optimizer, model)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    number_of = {names[id(p)]: number for number, p in enumerate(held)}
+    state = {key: entries for key, entries in named["state"].items() if key not in number_of}
+    state.update((number, named["state"][name]) for name, number in number_of.items() if name in named["state"])
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
 def param_names_of(engine: Engine, optimizer: Any, model: Any) -> dict[int, str]:
     """Return the name in `model` of each of the optimizer's parameters, by id; a StateDictError if one has none."""
     return names_of(engine._runtime, optimizer, model)
-
-
-def optim_state_dict(engine: Engine, optimizer: Any, rank0_only: bool, model: Any) -> dict[str, Any]:
-    """Return the full state of an optimizer by the names of parameters in `model`. Collective."""
-    return named_state.optim_state_dict(engine._runtime, optimizer, rank0_only, model)
