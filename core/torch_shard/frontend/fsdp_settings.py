@@ -92,6 +92,6 @@ def precision_of_policy(policy: Any) -> Precision:
         buffer_dtype=getattr(policy, "buffer_dtype", None),
         output_dtype=getattr(policy, "output_dtype", None),
         cast_inputs=True if forward else "root" if root else False,
-        keep=tuple(getattr(policy, "_module_classes_to_ignore", ())),
+        keep=tuple(getattr(policy, "_module_classes_to_ignore", None) or ()),
         keep_low_precision_grads=getattr(policy, "keep_low_precision_grads", False),
     )

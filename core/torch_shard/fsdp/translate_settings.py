@@ -30,18 +30,12 @@ from ..comm.streams import accelerator, indexed
 from ..config.offload import Offload
 from ..config.precision import NONE, Precision
 from ..errors import ConfigError, SetupError
+from ..frontend.fsdp_settings import SHARDING_STRATEGIES, precision_of_policy
 from ..log import logger
 
 __all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once", "zeros"]
 
 _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
-_STRATEGIES = {
-    ShardingStrategy.FULL_SHARD: "full_shard",
-    ShardingStrategy.SHARD_GRAD_OP: "shard_grad_op",
-    ShardingStrategy.NO_SHARD: "no_shard",
-    ShardingStrategy.HYBRID_SHARD: "hybrid_shard",
-    ShardingStrategy._HYBRID_SHARD_ZERO2: "hybrid_shard_zero2",
-}
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
     return Request(
         api,
         mesh=given["device_mesh"] if given["process_group"] is None else given["process_group"],
-        strategy=_STRATEGIES[chosen],
+        strategy=SHARDING_STRATEGIES[chosen.name.lstrip("_")],
         precision=_precision(given["mixed_precision"], has_policy),
         prefetch=0 if backward is None and not forward else 1,
         sync=bool(given["sync_module_states"]),
@@ -155,16 +149,9 @@ def _precision(mixed: MixedPrecision | None, has_policy: bool) -> Precision | No
             f"FullyShardedDataParallel: {_FULL_IN_EVAL}=1 is set, and a model computes with the same dtypes in evaluation and in "
             "training here. Unset it; evaluate inside FullyShardedDataParallel.summon_full_params(model) for full precision."
         )
-    # With a policy, torch wraps the modules of these classes by themselves, without mixed precision.
-    keep = tuple(mixed._module_classes_to_ignore or ()) if has_policy else ()
-    return Precision(
-        param_dtype=mixed.param_dtype,
-        reduce_dtype=mixed.reduce_dtype,
-        buffer_dtype=mixed.buffer_dtype,
-        cast_inputs=True if mixed.cast_forward_inputs else "root" if mixed.cast_root_forward_inputs else False,
-        keep=keep,
-        keep_low_precision_grads=mixed.keep_low_precision_grads,
-    )
+    # With a policy, torch wraps the modules of the classes to keep by themselves, without mixed precision.
+    precision = precision_of_policy(mixed)
+    return precision if has_policy else dataclasses.replace(precision, keep=())
 
 
 def _device(device_id: int | torch.device | None) -> torch.device | None:
@@ -201,12 +188,13 @@ def of_fully_shard(modules: list[nn.Module], given: Mapping[str, Any]) -> Reques
     if len(modules) > 1:
         reasons["a list of modules"] = "each of them is gathered by itself"
     unused(api, **reasons)
-    precision = Precision(policy.param_dtype, policy.reduce_dtype, None, policy.output_dtype)
+    precision = precision_of_policy(policy)
+    casts = dataclasses.replace(precision, cast_inputs=True) != NONE
     return Request(
         api,
         mesh=mesh,
         reshard=given["reshard_after_forward"],
-        precision=None if precision == NONE else dataclasses.replace(precision, cast_inputs=policy.cast_forward_inputs),
+        precision=precision if casts else None,
         ignored=ignored,
         offload=Offload(pin_memory=bool(offload.pin_memory)) if isinstance(offload, CPUOffloadPolicy) else None,
     )
