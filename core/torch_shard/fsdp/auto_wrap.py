@@ -1,4 +1,4 @@
-"""Finds the modules that an ``auto_wrap_policy`` chooses."""
+"""Finds the modules that an ``auto_wrap_policy`` chooses, and registers their wrappers in their places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 
-__all__ = ["chosen_by", "replace"]
+__all__ = ["chosen_by", "register"]
 
 
 def chosen_by(
@@ -37,9 +37,10 @@ def chosen_by(
     return chosen
 
 
-def replace(root: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
-    """Put the wrappers where the modules are registered."""
+def register(root: nn.Module, wrappers: Iterable[nn.Module]) -> None:
+    """Put each FullyShardedDataParallel wherever its module is registered inside `root`; both objects have one ``__dict__``."""
+    wrapper_of = {id(wrapper.__dict__): wrapper for wrapper in wrappers}
     for module in list(root.modules()):
         for name, child in module._modules.items():
-            if child in wrappers:
-                module._modules[name] = wrappers[child]
+            if child is not None and id(child.__dict__) in wrapper_of:
+                module._modules[name] = wrapper_of[id(child.__dict__)]

@@ -28,7 +28,7 @@ from ..runtime.forward_hooks import uncompiled
 from ..runtime.mixed_precision_hooks import cast_root_outputs
 from ..shard_tensor.tensor import ShardTensor
 from ..unshard.gathered import units_of
-from . import dcp_patch
+from . import auto_wrap, dcp_patch
 from .translate_settings import Request, config_of, unused
 
 _KEY = "_torch_shard_fsdp"
@@ -223,7 +223,8 @@ def _shard(root: nn.Module) -> Engine:
     mark = mark_of(root)
     assert mark is not None
     request = mark.request
-    _register_wrappers(root)
+    # The user may have registered a wrapper at some of its layer's places only: its parameters would be installed twice.
+    auto_wrap.register(root, [m for m in root.modules() if _plain(m) is not m])
     inside = [(name, part, nested) for name, part in marks_in(root) if (nested := mark_of(part)) is not None]
     _refuse_own_grads(root, mark)
     settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
@@ -257,20 +258,6 @@ def _shard(root: nn.Module) -> Engine:
 
         set_state_dict_type(root, StateDictType.FULL_STATE_DICT)
     return engine
-
-
-def _register_wrappers(root: nn.Module) -> None:
-    """Replace a layer by its FullyShardedDataParallel wherever it is registered.
-
-    The user may have done so at some of several places only. Both objects have one ``__dict__``, so that its parameters would be
-    installed twice.
-    """
-    modules = list(root.modules())
-    wrappers = {id(m.__dict__): m for m in modules if _plain(m) is not m}
-    for module in modules:
-        for name, child in module._modules.items():
-            if child is not None and id(child.__dict__) in wrappers:
-                module._modules[name] = wrappers[id(child.__dict__)]
 
 
 def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:

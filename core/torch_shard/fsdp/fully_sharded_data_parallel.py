@@ -158,7 +158,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
                     "one of the two out."
                 )
             chosen = auto_wrap.chosen_by(auto_wrap_policy, module, request.ignored, arguments)
-            auto_wrap.replace(module, {m: FullyShardedDataParallel(m, **own) for m, own in chosen.items()})
+            auto_wrap.register(module, [FullyShardedDataParallel(m, **own) for m, own in chosen.items()])
         deferred_wrap.leave_mark(module, request)
         warn_once(_NAMES)
         if auto_wrap_policy is not None:
