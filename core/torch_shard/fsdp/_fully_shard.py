@@ -183,7 +183,8 @@ class FSDPModule(WrappedModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Log a warning: with hybrid sharding gradients are all-reduced each time, which gives the same sum."""
-        if not requires_all_reduce and getattr(self._request().mesh, "ndim", 1) == 2:
+        (own,) = self._marks(False)
+        if not requires_all_reduce and getattr(own.request.mesh, "ndim", 1) == 2:
             unused("FSDPModule", set_requires_all_reduce="gradients are all-reduced each time, with the same sum")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -277,13 +278,9 @@ class FSDPModule(WrappedModule):
 
     def _marks(self, recurse: bool) -> list[deferred_wrap.Mark]:
         module = cast(nn.Module, self)
-        modules = [module, *(m for _, m in deferred_wrap.marks_in(module))] if recurse else [module]
-        return [mark for m in modules if (mark := deferred_wrap.mark_of(m)) is not None]
-
-    def _request(self) -> Any:
-        mark = deferred_wrap.mark_of(cast(nn.Module, self))
-        assert mark is not None
-        return mark.request
+        own = deferred_wrap.mark_of(module)
+        assert own is not None
+        return [own, *(mark for *_, mark in deferred_wrap.marks_in(module))] if recurse else [own]
 
 
 def _custom(what: str) -> ConfigError:
@@ -316,7 +313,7 @@ def _open(module: nn.Module) -> None:
     stack = contextlib.ExitStack()
     stack.enter_context(engine.gathered(params))
     root = engine.model
-    for each in {id(m): m for m in (root, *(m for _, m in deferred_wrap.marks_in(root)), module)}.values():
+    for each in {id(m): m for m in (root, *(m for _, m, _ in deferred_wrap.marks_in(root)), module)}.values():
         handle: RemovableHandle = each.register_forward_pre_hook(_CloseFirst(module), prepend=True)
         stack.callback(handle.remove)
     mark.opened = stack

@@ -88,9 +88,8 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
     mark = Mark(module, request)
     # nn.Module.__setattr__ is avoided: a mark is neither a submodule nor in the state dict.
     module.__dict__[_KEY] = mark
-    for _, part in marks_in(module):
-        nested = mark_of(part)
-        if nested is not None and (nested.outer is None or nested.outer() is around):
+    for _, part, nested in marks_in(module):
+        if nested.outer is None or nested.outer() is around:
             nested.outer = weakref.ref(module)
             _pending.discard(_plain(part))
     module.register_forward_pre_hook(ShardFirst(), prepend=True, with_kwargs=True)
@@ -114,7 +113,7 @@ def _around(module: nn.Module, request: Request) -> nn.Module | None:
     if not roots:
         return None
     # Inner ones come later.
-    return [*roots, *(_plain(part) for _, part in marks_in(roots[0]) if _holds(part, module))][-1]
+    return [*roots, *(_plain(part) for _, part, _ in marks_in(roots[0]) if _holds(part, module))][-1]
 
 
 def _holds(root: nn.Module, module: nn.Module) -> bool:
@@ -133,11 +132,10 @@ def _holds(root: nn.Module, module: nn.Module) -> bool:
     return False
 
 
-def marks_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the wrapped modules inside `module`, without itself, with their names, outer ones first."""
-    return [
-        (name, m) for name, m in module.named_modules() if m.__dict__ is not module.__dict__ and mark_of(m) is not None
-    ]
+def marks_in(module: nn.Module) -> list[tuple[str, nn.Module, Mark]]:
+    """Return the wrapped modules inside `module`, without itself, with their names and marks, outer ones first."""
+    inside = ((name, m, mark_of(m)) for name, m in module.named_modules() if m.__dict__ is not module.__dict__)
+    return [(name, m, mark) for name, m, mark in inside if mark is not None]
 
 
 def _plain(module: nn.Module) -> nn.Module:
@@ -163,11 +161,7 @@ def roots_in(module: nn.Module) -> list[nn.Module]:
     """Return the outermost wrapped module around `module` if it is wrapped, else the outermost wrapped modules inside it."""
     if mark_of(module) is not None:
         return [root_of(module)]
-    found: dict[int, nn.Module] = {}
-    for _, part in marks_in(module):
-        root = root_of(part)
-        found[id(root)] = root
-    return list(found.values())
+    return list(dict.fromkeys(root_of(part) for _, part, _ in marks_in(module)))
 
 
 def nested_name(module: nn.Module) -> str:
@@ -178,7 +172,7 @@ def nested_name(module: nn.Module) -> str:
 
 def own_params(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a wrapped module that are in no wrapped module inside it."""
-    inner = {id(p) for _, part in marks_in(module) for p in part.parameters()}
+    inner = {id(p) for _, part, _ in marks_in(module) for p in part.parameters()}
     return [p for p in module.parameters() if id(p) not in inner]
 
 
@@ -225,7 +219,7 @@ def _shard(root: nn.Module) -> Engine:
     request = mark.request
     # The user may have registered a wrapper at some of its layer's places only: its parameters would be installed twice.
     auto_wrap.register(root, [m for m in root.modules() if _plain(m) is not m])
-    inside = [(name, part, nested) for name, part in marks_in(root) if (nested := mark_of(part)) is not None]
+    inside = marks_in(root)
     _refuse_own_grads(root, mark)
     settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
     settings["prefetch"] = max(settings["prefetch"], mark.prefetch, *(nested.prefetch for *_, nested in inside))
@@ -348,8 +342,9 @@ def apply_sync(root: nn.Module, engine: Engine) -> None:
 
     The deferred gradients are summed and reduced later, with the same result, and a step in between is refused.
     """
-    marks = [mark_of(root), *(mark_of(part) for _, part in marks_in(root))]
-    set_sync(engine, all(mark.sync for mark in marks if mark is not None))
+    own = mark_of(root)
+    assert own is not None
+    set_sync(engine, own.sync and all(mark.sync for *_, mark in marks_in(root)))
 
 
 def copy_sync(copied: nn.Module) -> None:
