@@ -16,6 +16,7 @@ import torch
 from torch_shard.errors import ConfigError
 from torch_shard.frontend.launch import (
     FLAG_FORM,
+    FRONT_END_SETTINGS,
     PREFIX,
     Setting,
     closest,
@@ -24,6 +25,7 @@ from torch_shard.frontend.launch import (
     one_of,
     read_value,
     read_variables,
+    values_of,
 )
 from torch_shard.frontend.launch import SETTINGS as ENGINE_SETTINGS
 from torch_shard.log import logger
@@ -42,25 +44,13 @@ _USE_FSDP = "ACCELERATE_USE_FSDP"
 _TRUE = ("1", "true", "yes", "on")
 
 
-def _layers(text: str) -> Any:
-    try:
-        return flag(text)
-    except ValueError:
-        return names(text)
-
-
-_LAYERS = f"{FLAG_FORM}, or names of classes, separated by commas"
-_OF_FRONT_END = (
+SETTINGS = (
+    *ENGINE_SETTINGS,
+    *FRONT_END_SETTINGS,
     Setting("layer_classes", names, "names of classes, separated by commas"),
     Setting("fp32_masters", flag, FLAG_FORM),
-    Setting("activation_checkpointing", _layers, _LAYERS),
-    Setting("activation_offload", _layers, _LAYERS),
     Setting("state_dict_type", one_of(*get_args(StateDictType)), "sharded or full"),
-    Setting("async_save", flag, FLAG_FORM),
-    Setting("weights_only", flag, FLAG_FORM),
-    Setting("defer_gradient_sync", flag, FLAG_FORM),
 )
-SETTINGS = (*ENGINE_SETTINGS, *_OF_FRONT_END)
 """The fields of :class:`ShardPlugin` that the environment and a YAML can set."""
 
 _BY_YAML = {setting.key: setting for setting in SETTINGS}
@@ -77,12 +67,8 @@ def take_over_launch() -> None:
         os.environ[_TAKEN] = "true"
     os.environ.pop(_USE_FSDP, None)
     launched = "LOCAL_RANK" in os.environ and "ACCELERATE_USE_CPU" not in os.environ
-    if launched and (_file_settings()[1] or not _has_accelerator()):
+    if launched and (_file_settings()[1] or not torch.accelerator.is_available()):
         os.environ["ACCELERATE_USE_CPU"] = "true"
-
-
-def _has_accelerator() -> bool:
-    return torch.accelerator.is_available()
 
 
 def launch_plugin() -> ShardPlugin | None:
@@ -91,12 +77,12 @@ def launch_plugin() -> ShardPlugin | None:
     Raises:
         ConfigError: names the variable or key, and a close one where it is unknown.
     """
-    own = {**_file_settings()[0], **_own_variables()}
+    own = _given()
     fsdp = os.environ.get(_TAKEN) == "true" or os.environ.get(_USE_FSDP, "").lower() in _TRUE
     if not own and not fsdp:
         return None
     base = from_fsdp_environment(os.environ) if fsdp else ShardPlugin()
-    changes = {name: value for name, (_, value) in own.items()}
+    changes = values_of(own)
     moved = "units" in changes or "layer_classes" in changes
     if moved and base.activation_checkpointing is True and base.layer_classes:
         changes.setdefault(
@@ -116,12 +102,12 @@ def launch_plugin() -> ShardPlugin | None:
 
 def own_names() -> list[str]:
     """Return the names of the ``SHARD_*`` and ``shard_*`` settings that the launch has chosen. Not collective."""
-    return [name for name, _ in {**_file_settings()[0], **_own_variables()}.values()]
+    return [name for name, _ in _given().values()]
 
 
-def _own_variables() -> dict[str, tuple[str, Any]]:
-    """Return the values of ``SHARD_*`` variables by field, each with the variable's name."""
-    return read_variables(os.environ, SETTINGS, _OWN)
+def _given() -> dict[str, tuple[str, Any]]:
+    """Return the values of ``SHARD_*`` variables and ``shard_*`` keys by field, each with the name of its variable or key."""
+    return {**_file_settings()[0], **read_variables(os.environ, SETTINGS, _OWN)}
 
 
 def _file_settings() -> tuple[dict[str, tuple[str, Any]], bool]:

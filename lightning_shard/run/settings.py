@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from torch_shard.frontend.launch import (
-    FLAG_FORM,
+    FRONT_END_SETTINGS,
     SETTINGS,
     Setting,
-    flag,
-    names,
     one_of,
     read_arguments,
     read_variables,
@@ -22,22 +20,10 @@ from ..strategy.settings import StateDictType
 __all__ = ["read_settings"]
 
 
-def _layers(text: str) -> Any:
-    try:
-        return flag(text)
-    except ValueError:
-        return names(text)
-
-
-_LAYERS = f"{FLAG_FORM}, or names of classes, separated by commas"
 _ALL = (
     *SETTINGS,
-    Setting("activation_checkpointing", _layers, _LAYERS),
-    Setting("activation_offload", _layers, _LAYERS),
+    *FRONT_END_SETTINGS,
     Setting("state_dict_type", one_of(*get_args(StateDictType)), "full or sharded"),
-    Setting("async_save", flag, FLAG_FORM),
-    Setting("weights_only", flag, FLAG_FORM),
-    Setting("defer_gradient_sync", flag, FLAG_FORM),
 )
 
 

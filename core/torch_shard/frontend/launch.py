@@ -30,6 +30,7 @@ from ..errors import ConfigError, ShardError
 
 __all__ = [
     "FLAG_FORM",
+    "FRONT_END_SETTINGS",
     "MISUSED",
     "PREFIX",
     "SETTINGS",
@@ -52,6 +53,24 @@ MISUSED = 2
 """The exit code for wrong arguments."""
 
 _ARGUMENT = "--shard."
+
+
+def _layers(text: str) -> bool | tuple[str, ...]:
+    try:
+        return flag(text)
+    except ValueError:
+        return names(text)
+
+
+_LAYERS = f"{FLAG_FORM}, or names of classes, separated by commas"
+FRONT_END_SETTINGS = (
+    Setting("activation_checkpointing", _layers, _LAYERS),
+    Setting("activation_offload", _layers, _LAYERS),
+    Setting("async_save", flag, FLAG_FORM),
+    Setting("weights_only", flag, FLAG_FORM),
+    Setting("defer_gradient_sync", flag, FLAG_FORM),
+)
+"""The settings that the front ends have in common beside :data:`SETTINGS`."""
 
 
 def read_arguments(

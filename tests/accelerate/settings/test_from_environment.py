@@ -14,7 +14,6 @@ from accelerate import FullyShardedDataParallelPlugin
 
 import accelerate_shard
 from accelerate_shard import Precision, ShardConfig, ShardPlugin
-from accelerate_shard.settings import from_environment
 from accelerate_shard.settings.from_environment import SETTINGS, launch_plugin, take_over_launch
 from tests.accelerate.support.accelerators import OURS, clean_state
 from tests.accelerate.support.launching import FSDP1, FSDP2, write_yaml
@@ -175,7 +174,7 @@ def test_processes_of_a_launch_on_cpus_are_told_to_find_each_other() -> None:
 
 
 def test_use_cpu_of_the_yaml_counts_where_there_are_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_environment, "_has_accelerator", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     os.environ["LOCAL_RANK"] = "0"
     take_over_launch()
     assert "ACCELERATE_USE_CPU" not in os.environ
