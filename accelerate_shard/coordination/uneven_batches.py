@@ -68,7 +68,7 @@ def join(
         return
     with contextlib.ExitStack() as stack:
         for engine in engines:
-            stack.enter_context(_gathered(engine))
+            stack.enter_context(engine.gathered())
         yield
 
 
@@ -112,10 +112,6 @@ def _is_of(loader: Any, other: Any) -> bool:
     while sampler is not None and sampler is not wanted:
         sampler = getattr(sampler, "batch_sampler", None)
     return sampler is not None
-
-
-def _gathered(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    return engine.gathered()
 
 
 def _uneven(dataloaders: Iterable[Any]) -> list[Any]:

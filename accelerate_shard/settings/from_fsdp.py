@@ -87,12 +87,9 @@ class _Reading:
     """The settings that were given, by the plugin's fields, and what has become of them."""
 
     given: Mapping[str, Any]
-    called: Callable[[str], str]
+    name: Callable[[str], str]  # the user's name for a field
     found: dict[str, Any] = field(default_factory=dict)
     without_meaning: list[str] = field(default_factory=list)
-
-    def name(self, key: str) -> str:
-        return self.called(key)
 
     def flag(self, key: str) -> bool:
         value = self.given.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,12 @@ class _Load:
                 strict=self.strict,
                 dtype=self.dtype,
             )
-        self.ranks.each(lambda: _each_of(parts, lambda part: part.apply()))
+
+        def apply() -> None:
+            for part in parts:
+                part.apply()
+
+        self.ranks.each(apply)
 
     def _models(self, files: Sequence[tuple[int, int]]) -> list[_Part]:
         found: list[_Part] = []
@@ -142,8 +147,3 @@ def _compare(parts: Sequence[_Part]) -> None:
         raise problems[0]
     if problems:
         raise StateDictError("\n".join(map(str, problems)))
-
-
-def _each_of(parts: Sequence[_Part], do: Callable[[_Part], None]) -> None:
-    for part in parts:
-        do(part)

@@ -126,7 +126,7 @@ class Ranks:
 
     def on_first(self, function: Callable[[], Any]) -> None:
         """Run `function` on rank 0 while the others wait. Collective; raises as :meth:`each`."""
-        self.each(function if self.is_first else _nothing)
+        self.each(function if self.is_first else lambda: None)
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's object on every rank. Collective."""
@@ -163,7 +163,3 @@ class OneRank(Ranks):
     def broadcast(self, value: T) -> T:
         """Return `value`."""
         return value
-
-
-def _nothing() -> None:
-    """Do nothing, as the other ranks while rank 0 works."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -179,7 +180,7 @@ class _Writing:
         if pending is None:
             self._finish()
         else:
-            place = self.put_in_place if self.ranks.is_first else _nothing
+            place = self.put_in_place if self.ranks.is_first else lambda: None
             self.accelerator._pending_state = PendingState(pending, self.target, place, self.close)
 
     def _sharded_states(self) -> list[Mapping[str, Any]]:
@@ -223,7 +224,7 @@ class _Writing:
         for number, optimizer in enumerate(self.prepared.optimizers):
             state = full.optimizer_state(self.prepared, optimizer)
             path = self.beside / numbered(OPTIMIZER_NAME, number)
-            self.ranks.on_first(_saves(state, path))
+            self.ranks.on_first(functools.partial(torch.save, state, path))
             del state
         self._write_small()
         self._finish()
@@ -250,17 +251,6 @@ class _Writing:
         if hasattr(item.state, "_metadata"):
             state._metadata = item.state._metadata  # type: ignore[attr-defined]
         self.ranks.on_first(lambda: accelerate.utils.save(state, str(path), safe_serialization=self.safe))
-
-
-def _saves(state: Any, path: Path) -> Callable[[], None]:
-    def save() -> None:
-        torch.save(state, path)
-
-    return save
-
-
-def _nothing() -> None:
-    """Do nothing, as the other ranks in the end."""
 
 
 def _refuse_file(target: Path) -> None:
