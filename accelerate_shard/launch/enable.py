@@ -42,7 +42,7 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
     checked = None if plugin is None else plugin_of(plugin)
     if checked is None:
         launch_plugin()  # so that a mistake shows here and not after the script has loaded its model
-    _replace_accelerator()
+    _replaced.extend(replace_everywhere(_stock(), _ours(), ["accelerate_shard"]))  # our modules need the original
     write_full_safetensors()  # here, too, since scripts import its functions before they make an Accelerator
     set_enabled_plugin(checked)
     take_over_launch()
@@ -78,11 +78,6 @@ def _ours() -> Any:
 def _stock() -> Any:
     # Found through our class, since the name in `accelerate` may be ours by now.
     return next(kind for kind in _ours().__mro__ if kind.__module__ == "accelerate.accelerator")
-
-
-def _replace_accelerator() -> None:
-    # Our modules need the original.
-    _replaced.extend(replace_everywhere(_stock(), _ours(), ["accelerate_shard"]))
 
 
 def _imported_since(ours: Any) -> Replaced:

@@ -81,9 +81,9 @@ def full_weights(
         Full state dicts by number, which may be changed; empty but on rank 0, None for a model that is not sharded.
     """
     with contextlib.ExitStack() as stack:
-        full_states: list[dict[str, Any] | None] = []
-        for engine in engines:
-            full_states.append(None if engine is None else engine.state_dict(rank0_only=True, offload_to_cpu=True))
+        full_states = [
+            None if engine is None else engine.state_dict(rank0_only=True, offload_to_cpu=True) for engine in engines
+        ]
         for model, engine, full in zip(models, engines, full_states, strict=True):
             if engine is None or full is None:
                 continue

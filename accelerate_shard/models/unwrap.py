@@ -9,14 +9,9 @@ from torch import nn
 import torch_shard
 from torch_shard import Engine
 
-from .._private import compiled_inner
+from .._private import compiled_inner as inner
 
 __all__ = ["engine_of", "engines_of", "inner"]
-
-
-def inner(model: nn.Module) -> nn.Module:
-    """Return `model` without what ``torch.compile`` put around it."""
-    return compiled_inner(model)
 
 
 def engine_of(model: nn.Module) -> Engine | None:

@@ -89,7 +89,7 @@ def _save(
         ranks.each(lambda: check_shared(save.beside, ranks.rank))
         save.write_full() if is_full else save.write_sharded()
     except BaseException:
-        save.close(False)
+        save.remove()
         raise
     accelerator.project_configuration.iteration += 1
     return target
@@ -132,9 +132,9 @@ class _Writing:
         discard(self.target, self.nonce)
         directory_names.prune(self.accelerator, self.target)
 
-    def close(self, done: bool) -> None:
-        """Delete what was written if the checkpoint is not `done`."""
-        if self.saving is not None and not done:
+    def remove(self) -> None:
+        """Delete what was written. Does nothing but on rank 0."""
+        if self.saving is not None:
             self.saving.remove()
 
     def _write_small(self) -> None:
@@ -143,7 +143,6 @@ class _Writing:
 
     def _finish(self) -> None:
         self.ranks.on_first(self.put_in_place)
-        self.close(True)
 
     # -- the sharded form -----------------------------------------------------------------------------------------------
     def write_sharded(self) -> None:
@@ -181,7 +180,7 @@ class _Writing:
             self._finish()
         else:
             place = self.put_in_place if self.ranks.is_first else lambda: None
-            self.accelerator._pending_state = PendingState(pending, self.target, place, self.close)
+            self.accelerator._pending_state = PendingState(pending, self.target, place, self.remove)
 
     def _sharded_states(self) -> list[Mapping[str, Any]]:
         return [
@@ -268,16 +267,16 @@ class PendingState:
         engines_own: the engine's save of models and optimizers.
         target: the checkpoint's path.
         finish: a function that puts the checkpoint in its place, called on rank 0.
-        close: a function that is called on rank 0 at the end, with True if the checkpoint is in place.
+        remove: a function that deletes what was written, called if the save has failed.
     """
 
     def __init__(
-        self, engines_own: PendingSave, target: Path, finish: Callable[[], None], close: Callable[[bool], None]
+        self, engines_own: PendingSave, target: Path, finish: Callable[[], None], remove: Callable[[], None]
     ) -> None:
         self.path = target
         self._own: PendingSave | None = engines_own
         self._finish: Callable[[], None] | None = finish
-        self._close: Callable[[bool], None] | None = close
+        self._remove: Callable[[], None] | None = remove
         self._error: Exception | None = None
         self._ended = threading.Event()
         # The thread is no daemon, so that a program waits for it at its end.
@@ -299,10 +298,10 @@ class PendingState:
             raise error
 
     def _run(self) -> None:
-        own, finish, close = self._own, self._finish, self._close
-        assert own is not None and finish is not None and close is not None
+        own, finish, remove = self._own, self._finish, self._remove
+        assert own is not None and finish is not None and remove is not None
         # These hold the checkpoint's contents, which are freed with this thread.
-        self._own = self._finish = self._close = None
+        self._own = self._finish = self._remove = None
         done = False
         try:
             own.wait()
@@ -317,6 +316,7 @@ class PendingState:
             self._error.__cause__ = error
             logger.error("%s", self._error)
         finally:
-            close(done)
-            del own, finish, close
+            if not done:
+                remove()
+            del own, finish, remove
             self._ended.set()

@@ -10,9 +10,10 @@ import contextlib
 import functools
 import os
 import secrets
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -97,20 +98,11 @@ def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) ->
         state = numbered_optim_state_dict(engine, optimizer, not trainer.args.save_on_each_node, trainer.model)
 
         def write() -> None:
-            with _in_place(trainer, "optimizer", _Saved(state)):
+            # The Trainer asks its optimizer for nothing but this.
+            with _in_place(trainer, "optimizer", types.SimpleNamespace(state_dict=lambda: state)):
                 own(output_dir)
 
         _together(engine, "Trainer: saving the optimizer", write)
-
-
-class _Saved:
-    """A proxy for the optimizer, whose ``state_dict()`` is the full state, while the Trainer writes it."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
 
 
 def _refuse_shards(state_dict: dict[str, Any]) -> None:
@@ -186,11 +178,8 @@ def all_ranks(what: str) -> Iterator[None]:
     try:
         yield
     except (DivergenceError, MissingRankError) as error:
-        _again(error, f"{what} is called on all ranks, not under `if trainer.is_world_process_zero():` or the like.")
-
-
-def _again(error: Exception, remedy: str) -> NoReturn:
-    raise type(error)(f"{error}\n{remedy}") from error
+        remedy = f"{what} is called on all ranks, not under `if trainer.is_world_process_zero():` or the like."
+        raise type(error)(f"{error}\n{remedy}") from error
 
 
 @contextlib.contextmanager
