@@ -35,7 +35,7 @@ __all__ = [
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-def model_state(engine: Engine, model: nn.Module) -> dict[str, Any]:
+def model_state(engine: Engine) -> dict[str, Any]:
     """Return the full state dict: on rank 0's CPU, and on other ranks the same entries on the meta device. Collective.
 
     A hook ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and finds them on all ranks.

@@ -172,20 +172,14 @@ def read_parts(
     `models` and `named_state` are those of :func:`torch_shard.frontend.checkpoint.read_contents`.
     """
 
+    def read(file: Any, what: str) -> Any:
+        return load_safely(lambda safe: torch.load(file, map_location="cpu", weights_only=safe), what, weights_only)
+
     def unpickle(name: str, file: Any) -> Any:
-        return load_safely(
-            lambda safe: torch.load(file, map_location="cpu", weights_only=safe), f"{folder}: {name}", weights_only
-        )
+        return read(file, f"{folder}: {name}")
 
-    def beside() -> Any:
-        meta = folder / _META
-        if not meta.is_file():
-            return None
-        return load_safely(
-            lambda safe: torch.load(meta, map_location="cpu", weights_only=safe), str(meta), weights_only
-        )
-
-    meta = each(engine, "loading a checkpoint", beside)
+    beside = folder / _META
+    meta = each(engine, "loading a checkpoint", lambda: read(beside, str(beside)) if beside.is_file() else None)
     found = read_contents(engine, folder, optimizers, named_state=named_state, models=models, unpickle=unpickle)
     rest = meta if isinstance(meta, dict) else found.extra if isinstance(found.extra, dict) else {}
     rest = joined(rest, found.extra_shards)

@@ -136,7 +136,7 @@ class CheckpointMixin(SavingMixin):
         refuse_inside(engine, "saving a checkpoint")
         if self._settings.state_dict_type == "sharded":
             return _sharded.model_state(engine)
-        return _full.model_state(engine, self.lightning_module)
+        return _full.model_state(engine)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the state of one optimizer for a checkpoint of either form. Collective for the full form.

@@ -51,7 +51,6 @@ class Root:
         connector: the module and the class that decide on the strategy.
         registry: the name of the registry of strategies in ``<package>.strategies``.
         precision: the attributes of the connector with the precision's name, and with the plugin that was given.
-        launchers: the module with the launcher of subprocesses.
         stand_in: the module of ours with the strategy that takes the place of others.
     """
 
@@ -59,7 +58,6 @@ class Root:
     connector: tuple[str, str]
     registry: str
     precision: tuple[str, str]
-    launchers: str
     stand_in: str
 
     def strategy_class(self, name: str) -> Any:
@@ -73,7 +71,6 @@ def _trainer_root(package: str, stand_in: str) -> Root:
         (f"{package}.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
         "StrategyRegistry",
         ("_precision_flag", "_precision_plugin_flag"),
-        f"{package}.strategies.launchers.subprocess_script",
         f"lightning_shard.run.{stand_in}",
     )
 
@@ -84,7 +81,6 @@ def _fabric_root(package: str, stand_in: str) -> Root:
         (f"{package}.connector", "_Connector"),
         "STRATEGY_REGISTRY",
         ("_precision_input", "_precision_instance"),
-        f"{package}.strategies.launchers.subprocess_script",
         f"lightning_shard.run.{stand_in}",
     )
 
@@ -197,7 +193,8 @@ def watch_children(root: Root, started: Callable[[], Any]) -> None:
     Raises:
         ConfigError: this Lightning has no such method.
     """
-    kind, start = _method(root.launchers, "_SubprocessScriptLauncher", "_call_children_scripts")
+    launchers = f"{root.package}.strategies.launchers.subprocess_script"
+    kind, start = _method(launchers, "_SubprocessScriptLauncher", "_call_children_scripts")
 
     @functools.wraps(start)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -101,7 +101,8 @@ def _replaced(settings: Mapping[str, Any], root: Root, connector: Any, strategy:
         return made
     family = next((f for f in _FAMILIES if isinstance(made, root.strategy_class(f))), None)
     if family is None:
-        _say_unchanged(connector, made)
+        if _private.speaks(connector):
+            logger.info("%s stays as it is: it is none of those that are replaced", type(made).__name__)
         return strategy
     _refuse_subclass(root, made, family)
     found = _translated(root, connector, made, family)
@@ -125,11 +126,6 @@ def _instance(root: Root, strategy: Any) -> Any:
     if strategy in NAMES or (isinstance(kind, type) and issubclass(kind, families)):
         return _private.made_by_name(root, strategy)
     return None
-
-
-def _say_unchanged(connector: Any, strategy: Any) -> None:
-    if _private.speaks(connector):
-        logger.info("%s stays as it is: it is none of those that are replaced", type(strategy).__name__)
 
 
 def _refuse_subclass(root: Root, strategy: Any, family: str) -> None:
