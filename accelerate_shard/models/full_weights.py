@@ -23,7 +23,7 @@ from torch_shard.errors import StateDictError
 from .. import _private
 from .method_overrides import Shadow
 
-__all__ = ["Known", "full_weights", "hooks_run", "known", "known_weights"]
+__all__ = ["Known", "full_weights", "known", "known_weights"]
 
 
 class Known(NamedTuple):
@@ -57,11 +57,6 @@ _known: dict[int, Known] = {}  # by id of modules that the context manager below
 def known(module: nn.Module) -> Known | None:
     """Return what is known of a module while hooks run; None outside of them, or if it is not sharded. Not collective."""
     return _known.get(id(module))
-
-
-def hooks_run() -> bool:
-    """Return True while hooks run with a sharded model. Not collective."""
-    return bool(_known)
 
 
 @contextlib.contextmanager

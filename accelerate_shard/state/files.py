@@ -100,7 +100,7 @@ def keep_others(old: Path, new: Path) -> None:
             _linked(str(path), str(new / name))
 
 
-def _linked(source: str, target: str, *, follow_symlinks: bool = False) -> str:
+def _linked(source: str, target: str) -> str:
     """Link one file under two names: a program that has it open goes on writing to both."""
     try:
         os.link(source, target, follow_symlinks=False)
