@@ -158,10 +158,11 @@ def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list
     here = engine.rank in writers
     # Under prompt learning PEFT saves what the encoder computes.
     with engine.gathered(prompts) if prompts else contextlib.nullcontext():
-        found, wanted, error = {}, {}, None
+        found: dict[str, Any] = {}
+        wanted: dict[str, Any] = {}
+        error: Exception | None = None
         try:
-            found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
-            wanted = _wanted(module, call, found)
+            found, wanted = _entries(module, call)
         except Exception as problem:  # the other ranks must hear of it
             error = problem
         if prompts:
@@ -184,8 +185,7 @@ def _save_alone(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn
         return None
     with contextlib.ExitStack() as stack:
         with reading_alone([engine], call.what), engine.gathered(prompts) if prompts else contextlib.nullcontext():
-            found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
-            wanted = _wanted(module, call, found)
+            found, wanted = _entries(module, call)
             if prompts:
                 wanted = _full_of(wanted)
             else:
@@ -207,14 +207,15 @@ def _writers(plans: list[tuple[bool, str]]) -> list[int]:
     return [0] if len(asked) == len(plans) and same else asked
 
 
-def _wanted(module: nn.Module, call: _Call, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state dict that will be written: few if the model has adapters. Not collective."""
+def _entries(module: nn.Module, call: _Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dict, and its entries that will be written: few if the model has adapters. Not collective."""
+    found = dict(call.state_dict if call.state_dict is not None else module.state_dict())
     adapters = _private.saved_adapters(module, call.arguments)
     if adapters is None:
-        return dict(found)
+        return found, dict(found)
     chosen: set[int] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns once more when the files are written
         for name in adapters:
             chosen |= {id(value) for value in _private.adapter_state(module, found, name, call.arguments).values()}
-    return {key: value for key, value in found.items() if id(value) in chosen}
+    return found, {key: value for key, value in found.items() if id(value) in chosen}

@@ -8,6 +8,7 @@ model.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -280,13 +281,7 @@ def _equal_runs(units: Sequence[UnitPlan]) -> list[tuple[UnitPlan, ...]]:
         name = re.sub(r"\d+", "#", unit.name)
         return name, itself, len(unit.params), unit.numel, unit.kinds
 
-    groups: list[list[UnitPlan]] = []
-    for unit in units:
-        if groups and likeness(groups[-1][0]) == likeness(unit):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return [tuple(group) for group in groups]
+    return [tuple(group) for _, group in itertools.groupby(units, likeness)]
 
 
 def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:

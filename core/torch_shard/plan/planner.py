@@ -63,7 +63,8 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
     ignored = _ignored(tree, config.ignore)
     planner = _Planner(tree, config.unit_bytes, ignored)
     planner.place_user_units(config.units)
-    planner.walk_root()
+    planner.walk(tree.root)
+    planner.flush()
     return Plan(
         units=planner.finished(),
         world_size=world_size,
@@ -213,10 +214,6 @@ class _Planner:
             self.add_unit(f"group {index}", [by_name[name] for name in group])
 
     # ---- the automatic walk
-
-    def walk_root(self) -> None:
-        self.walk(self.tree.root)
-        self.flush()
 
     def walk(self, node: Node, *, stage: bool = False) -> None:
         """Plan the children of a module one by one; its direct parameters are a unit.
