@@ -17,7 +17,6 @@ from torch_shard.log import logger
 
 from .._private import (
     MixinBase,
-    Private,
     call_requeue_handler,
     requeue_signal_of,
     restore_requeue_handler,
@@ -31,7 +30,6 @@ __all__ = ["RequeueMixin"]
 class RequeueMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that answers the signal before which SLURM ends a job (``SLURMEnvironment(auto_requeue=True)``)."""
 
-    _private: Private
     _failed: bool
     _settings: StrategySettings
     _requeue_of: Any = None  # the Trainer whose handler is shadowed
