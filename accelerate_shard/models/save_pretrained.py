@@ -183,16 +183,14 @@ def _save_alone(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn
     """
     if not call.is_main:
         return None
-    with contextlib.ExitStack() as stack:
-        with reading_alone([engine], call.what), engine.gathered(prompts) if prompts else contextlib.nullcontext():
-            found, wanted = _entries(module, call)
-            if prompts:
-                wanted = _full_of(wanted)
-            else:
-                make_full(engine, wanted, False, call.what)
-            found.update(wanted)
-        if not call.takes_state:
-            stack.enter_context(engine.gathered(module))
+    with reading_alone([engine], call.what), engine.gathered(prompts) if prompts else contextlib.nullcontext():
+        found, wanted = _entries(module, call)
+        if prompts:
+            wanted = _full_of(wanted)
+        else:
+            make_full(engine, wanted, False, call.what)
+        found.update(wanted)
+    with contextlib.nullcontext() if call.takes_state else engine.gathered(module):
         return call.write(module, found)
 
 

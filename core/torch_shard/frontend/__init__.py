@@ -19,7 +19,6 @@ from ..comm import broadcast_buffers, compressed_reduction, consensus
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..config.precision import for_autocast, precision_of
-from ..config.shard_config import Strategy
 from ..engine import Engine
 from ..offload.memory_limits import available as free_host_bytes
 from ..offload.memory_limits import formatted as format_bytes
@@ -43,7 +42,6 @@ from .lone_files import read_alone, write_full_safetensors
 
 __all__ = [
     "Deferred",
-    "Strategy",
     "WithMetadata",
     "abandon",
     "advise_saving",
