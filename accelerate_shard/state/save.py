@@ -282,10 +282,6 @@ class PendingState:
         # The thread is no daemon, so that a program waits for it at its end.
         threading.Thread(target=self._run, name=f"accelerate_shard save of {target.name}").start()
 
-    def done(self) -> bool:
-        """Return True if the checkpoint is in its place, or has failed."""
-        return self._ended.is_set()
-
     def wait(self) -> None:
         """Return when the checkpoint is in its place as far as this rank knows.
 

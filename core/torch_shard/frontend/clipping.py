@@ -45,7 +45,8 @@ def clip_norm(
     if len(found) == 1:
         # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
         return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
-    if any(id(p) in ids for ids in map(_ignored, found) for p in parameters):
+    ignored = {id(p) for engine in found for p in engine._ignored()}
+    if any(id(p) in ignored for p in parameters):
         raise ConfigError(
             "clipping by norm: parameters of several models, of which some are left out of sharding (ShardConfig.ignore, "
             "ShardPlugin.ignore). Their gradients differ between the ranks, which would scale by different factors; clip each "
@@ -81,8 +82,3 @@ def _refuse_unreduced(engines: Iterable[Engine], parameters: Sequence[torch.Tens
         refuse_partials(engine._runtime, parameters, "clipping")
         for p in parameters:
             reduced_grad_of(p)  # raises where it waits for its reduction
-
-
-def _ignored(engine: Engine) -> set[int]:
-    names = set(engine.plan.ignored)
-    return {id(p) for name, p in engine.model.named_parameters() if name in names} if names else set()
