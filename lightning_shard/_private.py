@@ -79,7 +79,6 @@ _ROOTS = {
 class Shared:
     """What both strategies use of one namespace of Lightning. Fields have Lightning's names, without the underscore."""
 
-    namespace: str
     SubprocessScriptLauncher: Any
     MultiProcessingLauncher: Any
     init_dist_connection: Callable[..., None]
@@ -133,11 +132,10 @@ def _getter(root: str) -> Callable[[str], Any]:
     return get
 
 
-def _shared(namespace: str, root: str, fabric_root: str, wrapping_io: Any) -> Shared:
+def _shared(root: str, fabric_root: str, wrapping_io: Any) -> Shared:
     """Return what is used of the package `root`, the Trainer's or Fabric's, and of Fabric's beside it."""
     own, fabric = _getter(root), _getter(fabric_root)
     return Shared(
-        namespace=namespace,
         SubprocessScriptLauncher=own("strategies.launchers._SubprocessScriptLauncher"),
         MultiProcessingLauncher=own("strategies.launchers._MultiProcessingLauncher"),
         init_dist_connection=fabric("utilities.distributed._init_dist_connection"),
@@ -165,7 +163,7 @@ def private(namespace: str) -> Private:
     root, fabric_root = _ROOTS[namespace]
     pl, fabric = _getter(root), _getter(fabric_root)
     return Private(
-        **vars(_shared(namespace, root, fabric_root, pl("plugins.io.wrapper._WrappingCheckpointIO"))),
+        **vars(_shared(root, fabric_root, pl("plugins.io.wrapper._WrappingCheckpointIO"))),
         optimizers_to_device=fabric("utilities.optimizer._optimizers_to_device"),
         update_properties=fabric("utilities.device_dtype_mixin._update_properties"),
         reset_seed=fabric("utilities.seed.reset_seed"),
@@ -184,7 +182,7 @@ def private(namespace: str) -> Private:
 def fabric_private(namespace: str) -> Shared:
     """Import and return what Fabric's strategy uses of ``"lightning"`` (``lightning.fabric``) or ``"lightning_fabric"``."""
     root = "lightning.fabric" if namespace == "lightning" else namespace
-    return _shared(namespace, root, root, ())  # Fabric has no plugins around others
+    return _shared(root, root, ())  # Fabric has no plugins around others
 
 
 def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:

@@ -32,10 +32,6 @@ class Shadow:
         self._keeps = keeps
         self.__doc__ = getattr(type(module), name).__doc__
 
-    def calls(self, function: Callable[..., Any]) -> bool:
-        """Return True if this object calls `function`."""
-        return self._function is function
-
     @property
     def stock(self) -> Callable[..., Any]:
         """Return what a call would reach without this object."""
@@ -87,7 +83,7 @@ def shadow(module: nn.Module, name: str, function: Callable[..., Any], keeps: ob
 def unshadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
     """Take away what :func:`shadow` has put there, if it is still there. Not collective."""
     found = module.__dict__.get(name)
-    if isinstance(found, Shadow) and found.calls(function):
+    if isinstance(found, Shadow) and found._function is function:
         if found._previous is None:
             del module.__dict__[name]
         else:

@@ -165,7 +165,6 @@ class FullModel:
     """A file of a sharded model: each rank copies its shards out of it."""
 
     def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
-        self.path = path
         self._engine = engine
         self._load = FullLoad(engine, open_full(path), (), dtype, strict)
 

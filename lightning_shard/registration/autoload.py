@@ -41,11 +41,6 @@ class AfterImport:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
 
-    def remove(self) -> None:
-        """Undo :meth:`install`."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
-
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self.names:
             return None

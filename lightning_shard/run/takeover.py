@@ -11,9 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +40,7 @@ _FAMILIES = ("DeepSpeedStrategy", "ModelParallelStrategy", "FSDPStrategy", "DDPS
 _HARMLESS = {"__init__", "register_strategies", "strategy_name"}
 
 
-def take_over(settings: Mapping[str, Any], restart: list[str]) -> None:
+def take_over(settings: Mapping[str, Any], restart: Sequence[str]) -> None:
     """Make programs shard that are run in this process from now on. Not collective.
 
     Args:
@@ -51,31 +49,22 @@ def take_over(settings: Mapping[str, Any], restart: list[str]) -> None:
         restart: the arguments of ``python -m lightning_shard`` up to the program's own, for the ranks that a program starts.
     """
     note_fully_shard()
-    follow = functools.partial(_change, _Takeover(dict(settings), list(restart)))
+    follow = functools.partial(_change, settings, restart)
     AfterImport(_private.ROOTS, follow).install()
     for name in _private.ROOTS:
         if name in sys.modules:
             follow(sys.modules[name])
 
 
-@dataclass(frozen=True)
-class _Takeover:
-    settings: dict[str, Any]
-    restart: list[str]
-
-    def as_started(self) -> AbstractContextManager[None]:
-        """Let other ranks be started under the runner, with what the program's own arguments are now."""
-        return _private.started_by("lightning_shard", [*self.restart, *sys.argv[1:]])
-
-
-def _change(takeover: _Takeover, module: ModuleType) -> None:
+def _change(settings: Mapping[str, Any], restart: Sequence[str], module: ModuleType) -> None:
     root = _private.ROOTS[module.__name__]
     for name in _FAMILIES:
         # DeepSpeed need not be installed, since it is not used.
         instead = _without_deepspeed(root) if name == "DeepSpeedStrategy" else None
         note_arguments(root.strategy_class(name), instead)
-    _private.watch_strategies(root, functools.partial(_replaced, takeover.settings, root))
-    _private.watch_children(root, takeover.as_started)
+    _private.watch_strategies(root, functools.partial(_replaced, settings, root))
+    # Other ranks are started under the runner, with what the program's own arguments are then.
+    _private.watch_children(root, lambda: _private.started_by("lightning_shard", [*restart, *sys.argv[1:]]))
 
 
 def _without_deepspeed(root: Root) -> Any:
