@@ -122,7 +122,7 @@ class Ranks:
         if self._engine is not None:
             nonce = f"{self._nonce}/accelerate/{self._count}" if self._nonce else ""
             return each(self._engine, self.what, function, nonce, key)
-        return self._plain(function, key)
+        return waiting.each(lambda: self._alone(function), self.what, group_timeout(torch.device("cpu")), key)
 
     def on_first(self, function: Callable[[], Any]) -> None:
         """Run `function` on rank 0 while the others wait. Collective; raises as :meth:`each`."""
@@ -136,9 +136,6 @@ class Ranks:
         if self.world > 1:
             dist.broadcast_object_list(objects, 0)
         return objects[0]
-
-    def _plain(self, function: Callable[[], T], key: object) -> T:
-        return waiting.each(lambda: self._alone(function), self.what, group_timeout(torch.device("cpu")), key)
 
     def _alone(self, function: Callable[[], T]) -> T:
         try:

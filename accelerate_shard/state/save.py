@@ -141,9 +141,6 @@ class _Writing:
         self.ranks.each(lambda: small_objects.write(self.accelerator, self.beside))
         small_objects.write_custom(self.ranks, self.accelerator._custom_objects, self.beside)
 
-    def _finish(self) -> None:
-        self.ranks.on_first(self.put_in_place)
-
     # -- the sharded form -----------------------------------------------------------------------------------------------
     def write_sharded(self) -> None:
         """Write models and optimizers to a folder to which all ranks write. Collective."""
@@ -166,7 +163,7 @@ class _Writing:
         contents.update(self.ranks.each(self._optimizers))
         engines = self.prepared.sharded
         if not contents or not engines:
-            self._finish()
+            self.ranks.on_first(self.put_in_place)
             return
         asynchronous = self.accelerator.shard_plugin.async_save
         pending = save_contents(
@@ -177,7 +174,7 @@ class _Writing:
             asynchronous=asynchronous,
         )
         if pending is None:
-            self._finish()
+            self.ranks.on_first(self.put_in_place)
         else:
             place = self.put_in_place if self.ranks.is_first else lambda: None
             self.accelerator._pending_state = PendingState(pending, self.target, place, self.remove)
@@ -190,15 +187,12 @@ class _Writing:
 
     def _optimizers(self) -> dict[str, Any]:
         if not self.prepared.sharded:  # optimizers are written as in the full form
-            self._write_plain_optimizers()
+            for number, optimizer in enumerate(self.prepared.optimizers if self.ranks.is_first else ()):
+                torch.save(optimizer.state_dict(), self.beside / numbered(OPTIMIZER_NAME, number))
             return {}
         named = self.prepared.named()
         states = {str(n): optimizer_state(named, [own]) for n, own in enumerate(self.prepared.optimizers)}
         return {OPTIMIZER: states} if states else {}
-
-    def _write_plain_optimizers(self) -> None:
-        for number, optimizer in enumerate(self.prepared.optimizers if self.ranks.is_first else ()):
-            torch.save(optimizer.state_dict(), self.beside / numbered(OPTIMIZER_NAME, number))
 
     # -- the full form --------------------------------------------------------------------------------------------------
     def write_full(self) -> None:
@@ -226,7 +220,7 @@ class _Writing:
             self.ranks.on_first(functools.partial(torch.save, state, path))
             del state
         self._write_small()
-        self._finish()
+        self.ranks.on_first(self.put_in_place)
 
     def _full_for_hooks(self) -> contextlib.AbstractContextManager[list[dict[str, Any] | None]]:
         """Gather full models on rank 0 for hooks that run inside; without hooks gather nothing. Collective."""
