@@ -242,11 +242,9 @@ class ModuleTree:
 
     def path_of(self, node: Node) -> tuple[Node, ...]:
         """Return the nodes from the root to this one, by first registrations."""
-        path: list[Node] = []
-        current: Node | None = node
-        while current is not None:
-            path.append(current)
-            current = current.parent
+        path = [node]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
         return tuple(reversed(path))
 
     def triggers(self, numbers: Iterable[int], roots: Iterable[Node] = ()) -> tuple[str, ...]:
