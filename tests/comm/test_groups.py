@@ -108,6 +108,6 @@ def _compare(dtype: torch.dtype) -> None:
 @ranks(2)
 def test_memory_that_the_backend_can_not_register_is_an_error_on_all_ranks(rank):
     model = nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="registered_memory: only NCCL .* on cpu the collectives are those of gloo"):
+    with pytest.raises(ConfigError, match=r"registered_memory: only NCCL .* on cpu the collectives are those of gloo"):
         shard(model, registered_memory=True)
     shard(model)
