@@ -184,6 +184,25 @@ def test_parameters_that_are_distributed_tensors(rank, tmp_path, offload, optimi
     alike(train, chosen(offload, tmp_path))
 
 
+@ranks(1, 2)
+def test_gradients_of_complex_parameters_are_clipped_as_without(rank):
+    def train(offload):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8, dtype=torch.complex128), nn.Linear(8, 2, dtype=torch.complex128))
+        engine = torch_shard.shard(model, offload=offload)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        norms = []
+        for number in range(3):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + number), dtype=torch.float64)
+            model(x.to(torch.complex128)).abs().sum().backward()
+            norms.append(engine.clip_grad_norm_(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms, engine.state_dict(form="full")
+
+    torch.testing.assert_close(train("cpu"), train(None), rtol=1e-12, atol=1e-12)
+
+
 # -- compiled code, figures ---------------------------------------------------------------------------------------------
 
 

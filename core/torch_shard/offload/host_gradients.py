@@ -154,12 +154,12 @@ class HostGradients:
     def _norms_there(self, result: torch.Tensor, dtype: torch.dtype, factor: float) -> _Norms:
         """Take the norms of what ``.grad`` will hold, on the device: of all values at once, as without offload, or by pieces."""
         if factor == 1.0:
-            return {p: list(torch._foreach_norm([result], p, dtype=_wide(dtype))) for p in self.host.norms}
+            return {p: _norms_of([result], p, dtype) for p in self.host.norms}
         found: _Norms = {p: [] for p in self.host.norms}
         for piece in result.split(4 * _CHUNK) if found else ():
             values = [piece.to(dtype).mul_(factor)]
             for p, norms in found.items():
-                norms += torch._foreach_norm(values, p, dtype=_wide(dtype))
+                norms += _norms_of(values, p, dtype)
         return found
 
     # -- on the host thread ---------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class HostGradients:
                 if factor != 1.0:
                     own.mul_(factor)
             for p, norms in found.items() if known is None else ():
-                norms += torch._foreach_norm(list(own.split(length)), p, dtype=_wide(own.dtype))
+                norms += _norms_of(own.split(length), p, own.dtype)
         _note(into, found)
 
     # -- for clipping ---------------------------------------------------------------------------------------------
@@ -237,9 +237,11 @@ class HostGradients:
         self._begin(self.host.thread.later(work), grads)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which norms are taken."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
+def _norms_of(pieces: Sequence[torch.Tensor], p: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the norm of each piece of a gradient of `dtype`, in float64 if that is as wide, else in float32."""
+    magnitudes = [piece.abs() if piece.is_complex() else piece for piece in pieces]
+    wide = torch.float64 if dtype.to_real() is torch.float64 else torch.float32
+    return list(torch._foreach_norm(magnitudes, p, dtype=wide))
 
 
 def _note(base: torch.Tensor, norms: _Norms) -> None:
