@@ -447,15 +447,24 @@ def test_a_lone_state_dict_takes_memory_for_its_values_and_one_unit(rank: int) -
 @ranks(3, timeout=900)
 def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int) -> None:
     """Whether they meet or not: 500 evaluations, each rank up to two seconds late."""
-    sharded, _, plain = made(alone_after=0.2)
+    sharded, engine, plain = made(alone_after=0.2)
     late = torch.Generator().manual_seed(100 + rank)
+    alone = [0]  # evaluations, in each of the parts between two steps
     for n in range(500):
         longest = 2.0 if n % 25 == 0 else 0.05
         time.sleep(longest * torch.rand(1, generator=late).item() ** 2)
+        before = engine.statistics().lone_reads
         same(values(sharded), values(plain))
+        alone[-1] += engine.statistics().lone_reads - before
         if n % 10 == 9:
             for model in (sharded, plain):
                 train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            alone.append(0)
+    # All ranks meet in an evaluation, or none does: they can't have met in different numbers of evaluations.
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, alone)
+    assert all(other == alone for other in everyone), everyone
+    assert 10 <= sum(alone) <= 400, alone  # so that both really occur
 
 
 @pytest.mark.parametrize("of", ["the model", "a copy"])
@@ -490,8 +499,10 @@ def test_a_copy_that_only_this_rank_has_made_is_named_once_values_differ_from_th
         if changed == "the copy":
             with torch.no_grad():
                 mine.scale.mul_(2)
-        with pytest.raises(DivergenceError, match="no such model"):
+        with pytest.raises(DivergenceError, match="no such model") as caught:
             values(mine)
+        if changed == "the original":  # there the lines of both ranks say why
+            assert "rank 1 has already made the next one, at " in str(caught.value)
     else:
         time.sleep(2)  # the reader waits for a copy that might still be made here
     train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))

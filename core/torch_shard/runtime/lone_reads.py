@@ -105,14 +105,15 @@ class LoneReads:
         assert partners is not None and service is not None
         members = c.topology.shard_group_of(c.world_rank)
         with contextlib.ExitStack() as stack:
-            sources = runtime.sources()
-            for source in sources:
+            errors: list[str] = []
+            for source in runtime.sources():  # the other ranks may have made the copy, too
                 try:
                     self.reading = stack.enter_context(partners.reading(members, source, service.issued))
                     break
-                except DivergenceError:
-                    if source is sources[-1]:
-                        raise  # else the other ranks may have made the copy or the edits, too
+                except DivergenceError as error:
+                    errors.insert(0, str(error))
+            else:
+                raise DivergenceError(" And of the original of this copy: ".join(errors))
             self._open = stack.pop_all()
         self.count += 1
         line = caller_line()
