@@ -1,10 +1,13 @@
 """Random programs in which ranks read the model alone anywhere give what plain training gives, or the error that is named.
 
-One rank also puts other weights into the model now and then, reads them alone, and puts those of before back; so do all together.
+Each rank has batches of its own; plain training, which stands for DDP, averages the gradients of all of them. One rank also puts
+other weights into the model now and then, reads them alone, and puts those of before back; so do all together.
 """
 
 from __future__ import annotations
 
+import copy
+import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +29,27 @@ READS: dict[str, Callable[[nn.Module], Any]] = {
     "row": lambda model: model[2][0].weight[1],
     "product": lambda model: torch.ones(3, 6) @ model[0][0].weight.T,
     "elements": lambda model: torch.zeros(10, 6) + model[1][0].weight,
+    "state dict": lambda model: {key: value.clone().tolist() for key, value in model.state_dict().items()},
+    "full state dict": lambda model: full_state_dict(model),
+    "file": lambda model: file_of(model),
+    "copy": lambda model: copy.deepcopy(model)(torch.ones(2, 6)),
+    "file of a copy": lambda model: file_of(copy.deepcopy(model)),
 }
 
 
 def net() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(3)))
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    engine = torch_shard.engine_of(model)
+    return model.state_dict() if engine is None else engine.state_dict(form="full", rank0_only=False)
+
+
+def file_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def read(model: nn.Module, plain: nn.Module, name: str) -> None:
@@ -76,8 +95,10 @@ def program(seed: int, rank: int, world_size: int) -> int:
             return
         if swaps and rank == readers[0] and own.random() < 0.5:
             swap(model, plain, own, lambda: read(model, plain, own.choice(list(READS))))
+        # Of a copy whose original has changed elsewhere, a reader waits long for a rank that might still make the same copy.
+        names = [name for name in READS if not (between and "copy" in name)]
         for _ in range(own.randint(1, 3)):
-            name = own.choice(list(READS))
+            name = own.choice(names)
             try:
                 read(model, plain, name)
             except DivergenceError as error:
@@ -86,21 +107,24 @@ def program(seed: int, rank: int, world_size: int) -> int:
                 late += 1
 
     for step in range(shared.randint(2, 4)):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed * 100 + step))
+        generator = torch.Generator().manual_seed(seed * 100 + step)
+        batches = [torch.randn(4, 6, generator=generator) for _ in range(world_size)]
         micro_batches, evaluates = shared.randint(1, 2), shared.random() < 0.4
         for micro_batch in range(micro_batches):
             perhaps(swaps=micro_batch == 0)
-            losses = [each(x).square().mean() for each, _ in pairs]
+            loss = model(batches[rank]).square().mean()
+            of_all = [plain(batch).square().mean() for batch in batches]
+            torch.testing.assert_close(loss, of_all[rank])
             perhaps()
-            for loss in losses:
-                loss.backward()
+            loss.backward()
+            (sum(of_all) / world_size).backward()
             perhaps(between=True)
         for _, optimizer in pairs:
             optimizer.step()
             optimizer.zero_grad()
         perhaps(swaps=True)
         if evaluates:
-            read(model, plain, "forward")
+            read(model, plain, shared.choice(list(READS)))
         if shared.random() < 0.2:
             swap(model, plain, random.Random(seed), lambda: read(model, plain, "forward"))
     with torch.no_grad():
