@@ -104,3 +104,17 @@ def test_a_partner_that_computes_is_left_after_the_time_that_was_set(rank: int) 
         time.sleep(2)
     dist.barrier()
     assert engine.statistics().lone_reads == (rank == 0)
+
+
+@ranks(2)
+def test_a_lone_read_that_records_gradients_does_not_meet_the_forward_of_the_others(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = torch_shard.shard(model, units=["0", "1"])
+    for _ in range(3):
+        if rank == 0:
+            torch.ones(2, 4) @ model[0].weight.T
+        model(torch.ones(1, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+    assert engine.statistics().lone_reads == (3 if rank == 0 else 0)

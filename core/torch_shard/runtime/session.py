@@ -90,6 +90,8 @@ class Session:
         begins = 1 + phase, f"begins a {PHASES[phase]}"
         if phase == EVALUATION:
             begins = zlib.crc32(of.encode()), f"begins an evaluation of {of}"
+        elif reads:  # else it could meet with the training forward that the other ranks begin
+            begins = zlib.crc32(of.encode()), f"begins a computation with {of}"
         noted = [*noted, *operations.notes_of_batch(), begins]
         what, changes = "the start of a forward", schedule.changes()
         try:
