@@ -52,13 +52,14 @@ _FRAMEWORKS = frozenset(
 )
 
 
-def caller_line() -> str:
+def caller_line(frame: Any = None) -> str:
     """Return the `file:line` at which the user's code waits.
 
     The line belongs to the innermost frame outside this package, torch, the training frameworks and Python's library. If
-    there is no such frame, the innermost frame of a framework is taken.
+    there is no such frame, the innermost frame of a framework is taken. `frame`: the innermost one of another thread, in place
+    of this one's.
     """
-    frame: Any = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     framework = ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]

@@ -222,9 +222,12 @@ class OnDemand:
         line = caller_line()
 
         def refuse(grad: torch.Tensor) -> None:
+            watchdog = self.runtime.collectives.watchdog
+            other = 1 if watchdog.rank == 0 else 0
             raise DivergenceError(
                 f"{where}: a backward reached {name} as this rank alone has read it at {line}, while the other ranks were "
-                "elsewhere; such a gradient can't be averaged. Read it under torch.no_grad(), or on every rank."
+                f"elsewhere (rank {other} {watchdog.place_of(other)}); such a gradient can't be averaged. Read it under "
+                "torch.no_grad(), or on every rank."
             )
 
         full.requires_grad_().register_hook(refuse)

@@ -16,6 +16,8 @@ from . import wire
 
 __all__ = ["ModelVersion", "Partners", "Reading", "ShardPart"]
 
+_BRIEF = 2.0  # seconds that an error message waits for a rank's line
+
 
 @dataclass(frozen=True)
 class ShardPart:
@@ -90,6 +92,13 @@ class Partners:
         """
         with self._of(rank) as link:
             wire.send(link, message)
+
+    def line_of(self, rank: int) -> str:
+        """Return the line of user code at which `rank` is now, for messages; "" if its service does not answer at once."""
+        brief = Partners(self.rank, self._addresses, _BRIEF)  # not the connection in which another thread may wait
+        with contextlib.closing(brief), contextlib.suppress(MissingRankError):
+            return str(brief.ask(rank, ask="presence")["line"])
+        return ""
 
     @contextlib.contextmanager
     def _of(self, rank: int) -> Iterator[socket.socket]:
@@ -172,8 +181,8 @@ class Partners:
             why = f"in {self.seconds:g} s" if outcome == "behind" else "and waits for this rank in something else"
             raise DivergenceError(
                 f"{where}, {after}, the latest at {model.line}, but rank {rank} has made {answer['finished']}, the latest at "
-                f"{answer['line']}, {why}. Change parameters on every rank; one rank alone may only copy full tensors into them, "
-                "read the model, and copy their old values back."
+                f"{answer['line']}, {why} (it is at {self.line_of(rank) or 'an unknown line'} now). Change parameters on every "
+                "rank; one rank alone may only copy full tensors into them, read the model, and copy their old values back."
             )
         if outcome == "unknown":
             raise DivergenceError(

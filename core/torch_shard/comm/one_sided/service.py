@@ -20,6 +20,7 @@ from ...errors import ShardError
 from ...log import logger
 from ...utils.thread_frames import frames_of_threads
 from ..ports import ShardSource
+from ..work import caller_line
 from . import wire
 from .partners import ShardPart
 
@@ -152,7 +153,8 @@ class Service:
             self._dismiss(link, [found for found in admitted if found[0].versions is versions])
             admitted[:] = [found for found in admitted if found[0].versions is not versions]
         elif kind == "presence":
-            wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": self._ended.is_set()})
+            about = {"issued": self.issued, "place": self._waits_in(), "left": self._ended.is_set()}
+            wire.send(link, {**about, "line": caller_line(frames_of_threads().get(self._main))})
         elif kind == "farewell":
             with self._farewell:
                 self.farewells.add(request["sender"])
