@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.support.marks import quick
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import run
 from tests.support.run_python import run_python
 from torch_shard.comm.one_sided.partners import Reading
@@ -29,10 +31,6 @@ def made(limit: float = LIMIT) -> tuple[nn.Module, torch_shard.Engine]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     return model, torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=limit, alone_after=0.1)
-
-
-def dies(*_: Any) -> None:
-    os._exit(3)
 
 
 def read(model: nn.Module) -> torch.Tensor:
@@ -56,17 +54,34 @@ def outcome(work: Any, *args: Any) -> str:
     return ""
 
 
-def body(rank: int, world_size: int, who: str, phase: str) -> str:
-    model, _ = made()
+READS: dict[str, Callable[[nn.Module, torch_shard.Engine], Any]] = {
+    "a forward": lambda model, engine: read(model),
+    "a state dict": lambda model, engine: engine.state_dict(form="full"),
+    "a file": lambda model, engine: torch.save(model.state_dict(), io.BytesIO()),
+}
+VICTIMS = {"the reader": (0,), "a server": (1,), "both at once": (0, 1)}
+
+
+def body(rank: int, world_size: int, who: str, phase: str, what: str) -> tuple[str, str]:
+    """Return the errors that a survivor gets, at first and when it goes on all the same."""
+    model, engine = made()
     step(model)
-    model.zero_grad()
-    victim = {"the reader": 0, "a server": 1}[who]
-    if rank == victim:
+    processes: list[int] = [0] * world_size
+    dist.all_gather_object(processes, os.getpid())
+    if phase != "between backward and step":
+        model.zero_grad()
+
+    def dies(*_: Any) -> None:
+        if who == "both at once":
+            os.kill(processes[1], signal.SIGKILL)
+        os._exit(3)
+
+    if rank == VICTIMS[who][0]:
         if phase == "before it":
             dies()
         elif phase == "as it is asked":
             Service._answer = Reading.fill = dies  # type: ignore[assignment,method-assign]
-        elif phase == "within it":
+        else:
             of = Service._send_shard if rank == 1 else Reading._fill
             left = [2]
 
@@ -76,20 +91,37 @@ def body(rank: int, world_size: int, who: str, phase: str) -> str:
 
             setattr(*((Service, "_send_shard") if rank == 1 else (Reading, "_fill")), counted)
     if rank == 0:
-        return outcome(read, model)
-    if rank == 1 and who == "a server":
+        return outcome(READS[what], model, engine), outcome(READS[what], model, engine)
+    if rank in VICTIMS[who]:
         time.sleep(60)  # it computes until it dies
-    return outcome(step, model)
+    if phase == "between backward and step":
+        time.sleep(1)  # the reader has been admitted
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # which waits for nobody who is gone
+    return outcome(step, model), outcome(step, model)
 
 
-@pytest.mark.parametrize("phase", ["before it", "as it is asked", "within it"])
-@pytest.mark.parametrize("who", ["the reader", "a server"])
-def test_a_rank_dies_in_a_lone_read(who: str, phase: str) -> None:
-    victim = {"the reader": 0, "a server": 1}[who]
-    found = run(3, body, who, phase, may_die=(victim,), timeout=50)
-    assert found[victim] is None
-    survivors = [kind for rank, kind in enumerate(found) if rank != victim]
-    assert set(survivors) <= {"MissingRankError", "DivergenceError"}, found
+PHASES = ["before it", "as it is asked", "within it", "between backward and step"]
+
+
+@pytest.mark.parametrize(
+    ("who", "phase", "what"),
+    [
+        *(("the reader", phase, "a forward") for phase in PHASES),
+        *(("a server", phase, "a forward") for phase in PHASES[:3]),
+        ("both at once", "within it", "a forward"),
+        *exhaustive(*(("both at once", phase, "a forward") for phase in PHASES if phase != "within it")),
+        ("a server", "within it", "a state dict"),
+        *exhaustive(*((who, "within it", "a state dict") for who in ("the reader", "both at once"))),
+        *exhaustive(*((who, "within it", "a file") for who in VICTIMS)),
+    ],
+)
+def test_a_rank_dies_in_a_lone_read(who: str, phase: str, what: str) -> None:
+    found = run(3, body, who, phase, what, may_die=VICTIMS[who], timeout=50)
+    for rank, errors in enumerate(found):
+        if rank in VICTIMS[who]:
+            assert errors is None, found
+        else:
+            assert set(errors) <= {"MissingRankError", "DivergenceError"}, found
 
 
 def destroyed(rank: int, world_size: int) -> float:
