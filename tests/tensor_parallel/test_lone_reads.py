@@ -16,7 +16,7 @@ from tests.support.ranks import run
 from tests.tensor_parallel.harness import backward, batch, pair_of
 from torch_shard.errors import ShardError
 
-LIMIT = 4.0
+LIMIT = 8.0
 READS: dict[str, Callable[[nn.Module, torch_shard.Engine], Any]] = {
     "a forward": lambda model, engine: model(batch(0, 0)),
     "a norm": lambda model, engine: model.embed.weight.norm(),
