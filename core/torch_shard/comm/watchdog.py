@@ -277,21 +277,22 @@ class Watchdog:
 
     def _elsewhere(self, posts: dict[int, Any]) -> str:
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in posts]
+        # One service is asked, since each may let this rank wait.
+        place = (self.place_of(silent[0]) if silent else "") or "or is gone"
         return "; ".join(
             f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}"
             if rank in posts
-            # One service is asked, since each may let this rank wait.
             else f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), "
-            f"{self.place_of(rank) if rank == silent[0] else 'or is gone'})"
+            f"{place if rank == silent[0] else 'or is gone'})"
             for rank in range(self.size)
             if rank != self.rank
         )
 
     def place_of(self, rank: int) -> str:
-        """Return where another rank is now, as its service for one-sided reads tells, for messages. Not collective."""
+        """Return "at" and the line where another rank is now, for messages; "" if its service does not answer. Not collective."""
         partners = next(iter(self.channels.values())).groups.comparisons.partners
         line = "" if partners is None else partners.line_of(rank)
-        return f"at {line}" if line else "or is gone"
+        return f"at {line}" if line else ""
 
     def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:
         return (

@@ -226,8 +226,8 @@ class OnDemand:
             other = 1 if watchdog.rank == 0 else 0
             raise DivergenceError(
                 f"{where}: a backward reached {name} as this rank alone has read it at {line}, while the other ranks were "
-                f"elsewhere (rank {other} {watchdog.place_of(other)}); such a gradient can't be averaged. Read it under "
-                "torch.no_grad(), or on every rank."
+                f"elsewhere (rank {other} {watchdog.place_of(other) or 'has ended'}); such a gradient can't be averaged. Read it "
+                "under torch.no_grad(), or on every rank."
             )
 
         full.requires_grad_().register_hook(refuse)

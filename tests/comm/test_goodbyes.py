@@ -1,0 +1,162 @@
+"""The end of a script on one rank while another one still reads: who stays, how long, and what happens if a rank dies there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.support.marks import exhaustive
+from tests.support.run_python import variables
+from torch_shard.comm import process_groups
+from torch_shard.comm.one_sided import departure
+from torch_shard.errors import MissingRankError
+
+LIMIT = 8.0  # seconds that the engine's process groups wait, where that matters
+DIED = 9
+MISSED = 4
+
+
+def ranks(way: str, world_size: int) -> tuple[list[int], list[str]]:
+    """Run :func:`script` in processes that end as scripts do; return their exit codes and what they have printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, way],
+            env=variables(RANK=str(rank), MASTER_PORT=port, **environment),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    outputs = []
+    try:
+        for process in processes:
+            outputs.append(process.communicate(timeout=90.0)[0])
+            if way == "limit":
+                processes[1].kill()  # rank 0 has ended, although this one has not
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], outputs
+
+
+def script(way: str) -> None:
+    torch_shard.log.logger.setLevel("INFO")
+    departure._SLOW, departure._LOOK = 1.0, 0.2
+    rank = int(os.environ["RANK"])
+    if way == "limit":
+        process_groups._longer = lambda timeout: timedelta(seconds=LIMIT)  # it is half an hour at least
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    engine = torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=20.0, alone_after=0.1)
+    together = read(model)
+    dist.barrier()
+    WAYS[way](rank, model, engine, together)
+
+
+def read(model: nn.Module) -> float:
+    with torch.no_grad():
+        return model(torch.ones(1, 8)).sum().item()
+
+
+def late(rank: int, model: nn.Module, engine: Any, together: float) -> None:
+    """Rank 1 reads when rank 0 has ended long since."""
+    if rank == 1:
+        time.sleep(3)
+        assert read(model) == together
+
+
+def limit(rank: int, model: nn.Module, engine: Any, together: float) -> None:
+    """Rank 1 goes on for longer than a rank waits that has ended."""
+    if rank == 1:
+        time.sleep(600)
+
+
+def fails(rank: int, model: nn.Module, engine: Any, together: float) -> None:
+    """Rank 1 ends by an exception, and rank 0 reads later."""
+    if rank == 1:
+        raise ValueError("of the user")
+    time.sleep(3)
+    tries_to_read(model)
+
+
+def tries_to_read(model: nn.Module) -> None:
+    try:
+        read(model)
+    except MissingRankError:
+        sys.exit(MISSED)
+
+
+def dies(victim: int) -> Callable[..., None]:
+    """Return a way in which ranks 0 and 1 end, and rank 2 reads while, or after, `victim` dies at its end."""
+
+    def way(rank: int, model: nn.Module, engine: Any, together: float) -> None:
+        if rank == victim:
+            timer = threading.Timer(2.0, os._exit, (DIED,))
+            timer.daemon = True
+            timer.start()
+        if rank == 2 and rank == victim:
+            with engine.gathered():
+                time.sleep(60)
+        elif rank == 2:
+            time.sleep(4)
+            tries_to_read(model)
+
+    return way
+
+
+WAYS: dict[str, Callable[..., None]] = {
+    "late": late,
+    "limit": limit,
+    "fails": fails,
+    "rank 0 dies": dies(0),
+    "rank 1 dies": dies(1),
+    "rank 2 dies": dies(2),
+}
+
+
+def test_a_rank_that_stays_for_another_says_so_after_a_while() -> None:
+    codes, outputs = ranks("late", 2)
+    assert codes == [0, 0], outputs  # rank 1 has got its values
+    assert outputs[0].count("rank 0 is done, and stays until ranks [1] have ended, too") == 1, outputs
+    assert "stays until" not in outputs[1]
+
+
+def test_a_rank_stays_no_longer_than_the_process_groups_wait() -> None:
+    codes, outputs = ranks("limit", 2)
+    assert codes[0] == 0 and "stays until ranks [1]" in outputs[0], (codes, outputs)
+
+
+def test_a_rank_that_ends_by_an_exception_serves_nobody() -> None:
+    codes, outputs = ranks("fails", 2)
+    assert codes == [MISSED, 1], outputs
+
+
+@pytest.mark.parametrize("victim", [1, *exhaustive(0, 2)])
+def test_a_rank_that_dies_while_others_say_goodbye_holds_up_nobody(victim: int) -> None:
+    codes, outputs = ranks(f"rank {victim} dies", 3)
+    expected = [0, 0, MISSED]
+    expected[victim] = DIED
+    assert codes == expected, outputs  # and nobody has waited for the limit, which is half an hour
+
+
+if __name__ == "__main__":
+    script(sys.argv[1])
