@@ -153,8 +153,9 @@ class Service:
             self._dismiss(link, [found for found in admitted if found[0].versions is versions])
             admitted[:] = [found for found in admitted if found[0].versions is not versions]
         elif kind == "presence":
-            about = {"issued": self.issued, "place": self._waits_in(), "left": self._ended.is_set()}
-            wire.send(link, {**about, "line": caller_line(frames_of_threads().get(self._main))})
+            line = caller_line(frames_of_threads().get(self._main))
+            left = self._ended.is_set()
+            wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": left, "line": line})
         elif kind == "farewell":
             with self._farewell:
                 self.farewells.add(request["sender"])
