@@ -57,12 +57,10 @@ class Shadow:
         other = memo.get(id(module), module)
         return Shadow(other, self.__name__, self._function, copy.deepcopy(self._previous, memo))
 
-    def __reduce__(self) -> Any:
-        return (getattr, (self._module(), self.__name__)) if self._previous is None else (_same, (self._previous,))
-
-
-def _same(value: Any) -> Any:
-    return value
+    @property
+    def in_plain_module(self) -> Any:
+        """What stands in its place in a pickle of the module; None: nothing, so that the class's method is found."""
+        return self._previous
 
 
 def shadow(module: nn.Module, name: str, function: Callable[..., Any], keeps: object = None) -> None:

@@ -41,6 +41,8 @@ def _castable(module: nn.Module) -> dict[str, nn.Parameter]:
 class _CastInputs:
     """A pre-hook that casts a layer's inputs to the dtype of its gathered parameters."""
 
+    in_plain_module = None  # it is left out of a pickle
+
     def __init__(self, device: str) -> None:
         self.device = device
         self.cast: list[bool] = []  # one entry for each running forward, the innermost last
@@ -56,6 +58,8 @@ class _CastInputs:
 
 class _CastBack:
     """A forward hook that casts outputs back, also after an exception."""
+
+    in_plain_module = None
 
     def __init__(self, before: _CastInputs, stored: torch.dtype) -> None:
         self.before, self.stored = before, stored

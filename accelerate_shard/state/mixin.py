@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from torch_shard import ShardTensor
-from torch_shard.frontend import read_alone, refuse_pickling
+from torch_shard.frontend import read_alone
 
 from ..settings.plugin import ShardPlugin
 from .full import get_state_dict, save_model, shard_in
@@ -28,8 +28,6 @@ __all__ = ["StateMixin"]
 
 
 def _full(leaf: Any) -> Any:
-    if isinstance(leaf, nn.Module) and (found := shard_in(leaf)) is not None:
-        refuse_pickling(found)
     return read_alone(leaf) if isinstance(leaf, ShardTensor) else leaf
 
 
@@ -83,11 +81,12 @@ class StateMixin(_Base):  # type: ignore[misc]
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` on the main process (of each node), as Accelerate's method does. Not collective.
 
-        Sharded parameters are written in full: the process that writes reads them from the others.
+        Sharded parameters are written in full, and sharded modules as plain ones: the process that writes reads them from the
+        others.
 
         Raises:
-            ShardPicklingError: `obj` holds a sharded module, or shards of gradients or optimizer state. Only the process that
-                writes raises it, before the file is opened.
+            ShardPicklingError: `obj` holds shards of gradients or optimizer state. Only the process that writes raises it,
+                before the file is opened.
         """
         if shard_in(obj) is not None:
             each_node = self.project_configuration.save_on_each_node

@@ -166,8 +166,13 @@ class _Recomputed:
             return _offloaded_uncompiled(self.offload, self.forward, args, kwargs)
         return _offloaded(self.offload, self.forward, args, kwargs)
 
+    @property
+    def in_plain_module(self) -> Any:
+        """What stands in its place in a pickle of the layer; None: nothing."""
+        return self.forward if self.own else None
+
     def undo(self) -> None:
-        _set_forward(self.layer, self.forward if self.own else None)
+        _set_forward(self.layer, self.in_plain_module)
 
 
 def _set_forward(layer: nn.Module, forward: Any) -> None:

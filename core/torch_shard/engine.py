@@ -653,6 +653,9 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         return Engine(copy.deepcopy(self.model, memo), copy.deepcopy(self._runtime, memo), self.plan, self.config)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._runtime.__reduce_ex__(protocol)  # raises
+
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[torch.Tensor] | None:
     if parameters is None:

@@ -116,10 +116,10 @@ class NeedsGatherError(ShardError):
 
 
 class ShardPicklingError(ShardError, TypeError):
-    """A sharded tensor was about to be pickled.
+    """A shard was about to be pickled, of which this rank alone can't read the full values.
 
-    Raised: by ``pickle``, ``torch.save`` and everything that uses them, since one rank would write
-    only its own shard.
+    Raised: by ``pickle``, ``torch.save`` and everything that uses them, for gradients and engines, and for parameters and
+    optimizer state where one rank can't read them alone.
     Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them, with a
     ``torch.distributed.barrier()`` behind it on all; for optimizers ``engine.optim_state_dict(optimizer)``.
     """

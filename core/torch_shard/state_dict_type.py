@@ -182,6 +182,9 @@ def _convert(module: nn.Module, found: dict[str, Any], prefix: str, metadata: An
         convert(engine, found, prefix)
 
 
+_convert.in_plain_module = None  # type: ignore[attr-defined]  # it is left out of a pickle
+
+
 def _engine(module: nn.Module, what: str) -> Engine:
     engine = engine_of(module)
     if engine is None:

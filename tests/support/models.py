@@ -236,6 +236,27 @@ class ResNet(nn.Module):
         return self.fc(self.layers(self.stem(x)).mean((2, 3)))
 
 
+def double(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+class Remembered(nn.Module):
+    """A tied weight, buffers, an RNN, a frozen parameter, and what users attach: a hook and attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.rnn = nn.Embedding(11, 6), nn.GRU(6, 6, batch_first=True)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor([1.5]), requires_grad=False)
+        self.head.weight.decays = False
+        self.settings = {"width": 6}
+        self.norm.register_forward_hook(double)
+
+    def forward(self, x):
+        return self.head(self.norm(self.rnn(self.embedding(x))[0].mean(1))) * self.scale
+
+
 def loss_of(output: Any) -> torch.Tensor:
     """A scalar of every tensor in an output, each of them with a weight of its own."""
     total: Any = 0.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,7 +85,6 @@ __all__ = [
     "reading_alone",
     "refusal_of",
     "refuse_inside",
-    "refuse_pickling",
     "shard_like",
     "sharded_alike",
     "swap_value",
@@ -128,13 +127,6 @@ def reading_alone(engines: Sequence[Engine], what: str) -> Iterator[None]:
 def is_readable_alone(engine: Engine, optimizer: Any) -> bool:
     """Return True if one rank alone can read all of an optimizer's state from the others. Not collective."""
     return named_state.is_readable_alone(engine._runtime, optimizer)
-
-
-def refuse_pickling(param: ShardTensor) -> NoReturn:
-    """Raise the ShardPicklingError that pickling the sharded module of `param` raises. Not collective."""
-    unit: Any = param._unit
-    unit.runtime.__reduce_ex__(2)
-    raise AssertionError
 
 
 def any_rank(engine: Engine, what: str, value: bool) -> bool:

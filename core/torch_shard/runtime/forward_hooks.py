@@ -247,12 +247,17 @@ def _looks_up(module: nn.Module) -> bool:
 _HOOKS = (_enter_unit, _exit_unit, _begin_model, _finish_model, note_load, *mixed_precision_hooks.HOOKS)
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Return True for a hook that :func:`register`, or set-up beside it, has put on a module."""
+    return getattr(hook, "func", None) in _HOOKS
+
+
 def unregister(root: nn.Module, units: Iterable[Unit]) -> None:
     """Remove the engine's hooks from all modules, also from those of a copied model, for which there are no handles."""
     for module in {*root.modules(), *(trigger for unit in units for trigger in unit.triggers)}:
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._load_state_dict_post_hooks):
             for key, hook in list(hooks.items()):
-                if getattr(hook, "func", None) in _HOOKS:
+                if is_own_hook(hook):
                     del hooks[key]
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
                     module._forward_hooks_always_called.pop(key, None)

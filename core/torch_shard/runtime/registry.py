@@ -17,16 +17,17 @@ if TYPE_CHECKING:
     from ..unit.unit import Unit
     from .runtime import Runtime
 
-__all__ = ["engine_for", "engine_holding", "engine_of", "forget", "note", "note_runtime", "runtime_of"]
+__all__ = ["ATTRIBUTE", "engine_for", "engine_holding", "engine_of", "forget", "note", "note_runtime", "runtime_of"]
 
-_ATTRIBUTE = "_torch_shard_engine"
+ATTRIBUTE = "_torch_shard_engine"
+"""The attribute of a sharded module that holds its engine."""
 # The engine of each runtime; neither is kept alive.
 _ENGINES: weakref.WeakKeyDictionary[Runtime, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def engine_of(model: nn.Module) -> Any:
     """Return the engine of a module that was given to ``shard()``; None for any other."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return model.__dict__.get(ATTRIBUTE)
 
 
 def engine_for(given: object) -> Any:
@@ -40,12 +41,12 @@ def engine_for(given: object) -> Any:
 def note(model: nn.Module, engine: object) -> None:
     """Make `engine` the engine of `model`."""
     # The engine goes to __dict__, past nn.Module.__setattr__: it must neither be a submodule nor appear in the state dict.
-    model.__dict__[_ATTRIBUTE] = engine
+    model.__dict__[ATTRIBUTE] = engine
 
 
 def forget(model: nn.Module) -> None:
     """Make `model` a module without an engine."""
-    model.__dict__.pop(_ATTRIBUTE, None)
+    model.__dict__.pop(ATTRIBUTE, None)
 
 
 def runtime_of(unit: Unit) -> Runtime:

@@ -171,9 +171,10 @@ class Runtime:
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Modules are pickled without it (plain_pickles).
         raise ShardPicklingError(
-            f"rank {self.collectives.world_rank}: a sharded model can't be pickled (torch.save(model)), since each rank holds "
-            f"shards only. {self.collectives.watchdog.saving_advice}"
+            f"rank {self.collectives.world_rank}: the engine of a sharded model can't be pickled, nor an object that holds it. "
+            f"Pickle the model itself, which is saved as a plain one. {self.collectives.watchdog.saving_advice}"
         )
 
     # -- what units ask -----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from ..offload import memory_limits
 from ..offload.host import Host
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
-from ..runtime import mixed_precision_hooks
+from ..runtime import mixed_precision_hooks, plain_pickles
 from ..runtime.buffer_sync import BufferSync
 from ..runtime.forward_hooks import register, unregister
 from ..runtime.load_hooks import note_loads
@@ -374,5 +374,6 @@ def _register(setup: Setup) -> None:
     register(model, runtime, runtime.units)
     for unit, unit_plan in zip(runtime.units, setup.plan.units, strict=True):
         note_loads(runtime, unit, {name: setup.modules[name] for info in unit_plan.params for name, _ in info.owners})
+    plain_pickles.follow()
     setup.filler.tell()
     logger.info("sharded %d parameters in %d units over %d ranks", len(setup.plan.params), len(runtime.units), c.size)

@@ -19,7 +19,7 @@ from ..errors import ShardPicklingError
 from ..layout.flat_layout import Box
 from .host_memory import pending_writes_of
 from .spec import ShardSpec, boxes_in, shard_of_full
-from .state import STATE, ShardState
+from .state import OWN_ATTRIBUTES, STATE, ShardState
 from .unsharded_param import own_grad, set_own_grad
 
 if TYPE_CHECKING:
@@ -207,12 +207,19 @@ class ShardTensor(torch.Tensor):
                 result.__dict__[key] = copy.deepcopy(value, memo)
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _plain(self) -> torch.Tensor | None:
+        """Return what plain torch has in place of this tensor, or None; see :meth:`_full_for_file`. Not collective."""
         full = self._full_for_file()
-        if full is not None:
-            if getattr(self, "_is_param", False):
-                return torch.nn.Parameter(full, self.requires_grad).__reduce_ex__(protocol)
-            return full.__reduce_ex__(protocol)
+        if full is None or not getattr(self, "_is_param", False):
+            return full
+        param = torch.nn.Parameter(full, self.requires_grad)
+        param.__dict__.update((key, value) for key, value in self.__dict__.items() if key not in OWN_ATTRIBUTES)
+        return param
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self._plain()
+        if plain is not None:
+            return plain.__reduce_ex__(protocol)
         raise ShardPicklingError(
             f"rank {self._spec.world_rank}: pickling (torch.save) the sharded {self._spec.name} would save one rank's shard. "
             f"{self._spec.comm.watchdog.saving_advice}"
