@@ -208,6 +208,8 @@ def full_for_file(tensor: ShardTensor) -> torch.Tensor | None:
     unit = unit_of_origin(tensor)
     if unit is None or not _is_known(tensor, unit):
         return None
+    if unit.is_summoned and tensor._unit_ref is not None:
+        return unit.unsharded_param_of(tensor).detach().clone()  # edited, perhaps
     with unit.runtime.on_demand.alone_for_file(f"the saving of {tensor._spec.name}") as read:
         if read is None:
             return None

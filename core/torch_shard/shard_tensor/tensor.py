@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ShardPicklingError
+from ..errors import ShardError, ShardPicklingError
 from ..layout.flat_layout import Box
 from .host_memory import pending_writes_of
 from .spec import ShardSpec, boxes_in, shard_of_full
@@ -225,6 +225,11 @@ class ShardTensor(torch.Tensor):
             f"{self._spec.comm.watchdog.saving_advice}"
         )
 
+    # A program that prints a parameter wants its values, and says so. `repr` is asked by debuggers, tracebacks and containers, of
+    # any thread and at any point of a step: it sends nothing.
+    def __str__(self) -> str:
+        return self.__format__("")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec, local = self._spec, self._local
         with torch._C.DisableTorchFunctionSubclass():
@@ -237,9 +242,12 @@ class ShardTensor(torch.Tensor):
         )
 
     def __format__(self, format_spec: str) -> str:
-        # Without a format a 0-dim tensor would print its value, which is collective.
         if not format_spec:
-            return repr(self)
+            try:
+                plain = self._plain()
+            except ShardError:  # the other ranks have stepped already, or are gone
+                plain = None
+            return repr(self) if plain is None else format(plain, "")
         return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
 
     # -- wrapper subclass protocol --------------------------------------------------------------------------------

@@ -64,6 +64,9 @@ class UnshardedParam(InBuffer, nn.Parameter):
 
     data_taken: bool = False
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))  # without the name of this class
+
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         self.data_taken = True
