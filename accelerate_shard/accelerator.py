@@ -24,12 +24,12 @@ import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.frontend import (
-    advise_saving,
     clip_norm,
     for_autocast,
     group_timeout,
     limit_values,
     precision_of,
+    word_remedies,
     write_full_safetensors,
 )
 
@@ -49,6 +49,7 @@ from .state.mixin import StateMixin
 
 __all__ = ["Accelerator"]
 
+_HANDLE = "torch_shard.engine_of(accelerator.unwrap_model(model))"
 _SAVING = (
     "Save accelerator.get_state_dict(model) instead, called on all ranks, with accelerator.wait_for_everyone() behind what one "
     "rank writes; accelerator.save_state(folder) saves optimizers, too."
@@ -194,7 +195,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             before_sharding(model, self.device)
         with checkpointed_layers(model, self.shard_plugin, config):
             engine = torch_shard.shard(model, config, mesh=self._mesh())
-        advise_saving(engine, _SAVING)
+        word_remedies(engine, _HANDLE, _SAVING)
         if self.device_placement:
             left_behind(model, self.device)
         if self._autocast_dtype() is not None and self.shard_plugin.precision is None:

@@ -14,7 +14,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
 from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import advise_saving, clip_norm, engines_over, limit_values
+from torch_shard.frontend import clip_norm, engines_over, limit_values, word_remedies
 
 from ..strategy import precision as _precision
 from ..strategy.processes import ProcessesMixin, mesh_on
@@ -25,6 +25,7 @@ from .forward_module import ForwardModule, inner, unwrapped
 
 __all__ = ["FabricStrategyMixin"]
 
+_HANDLE = "fabric.strategy.engine_of(model)"
 _SAVING = (
     'Use fabric.save(path, model.state_dict()) instead, or fabric.save(path, {"model": model, "optimizer": optimizer}), called '
     "on all ranks."
@@ -127,7 +128,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         if engine is None:
             with checkpointed_layers(module, self._checkpointed, config.units, self._offloaded):
                 engine = torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
-            advise_saving(engine, _SAVING)
+            word_remedies(engine, _HANDLE, _SAVING)
         elif not same_config(engine.config, config) or engine.device != self.root_device:
             raise ConfigError(
                 "fabric.setup: the module is sharded already, with other settings. Give back the plain module first: "

@@ -17,7 +17,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations
 from torch_shard.errors import UnitStateError
-from torch_shard.frontend import advise_saving, own_buffers
+from torch_shard.frontend import own_buffers, word_remedies
 from torch_shard.log import logger
 
 from .._private import Private, run_as_forward
@@ -39,6 +39,7 @@ from .uneven_batches import EvaluationMixin
 
 __all__ = ["TrainerStrategyMixin"]
 
+_HANDLE = "trainer.strategy.engine"
 _SAVING = (
     "Save trainer.strategy.engine.state_dict() instead, and for optimizers trainer.strategy.engine.optim_state_dict(optimizer), "
     "called on all ranks, with trainer.strategy.barrier() behind what one rank writes; trainer.save_checkpoint(path) saves both."
@@ -164,7 +165,7 @@ class TrainerStrategyMixin(
         with checkpointed_layers(self.model, self._checkpointed, config.units, self._offloaded):
             if engine is None:
                 self._shard(config, fitting)
-        advise_saving(self.engine, _SAVING)
+        word_remedies(self.engine, _HANDLE, _SAVING)
         self.model_to_device()
         averaging.shard(trainer.callbacks, self.engine, self._private)
         self._prepared = True

@@ -19,7 +19,7 @@ from tests.accelerate.support.accelerators import OURS, STOCK, accelerator, clea
 from tests.accelerate.support.models import net, sgd
 from tests.support.logs import captured_log
 from tests.support.ranks import ranks
-from torch_shard.errors import ConfigError
+from torch_shard.errors import ConfigError, NeedsGatherError
 
 
 def refused(match: str, **options) -> None:
@@ -104,7 +104,7 @@ def test_models_in_wrappers_of_others_are_refused_and_these_named():
 
 
 @ranks(2)
-def test_a_model_of_an_accelerator_with_another_plugin_is_refused():
+def test_a_model_of_an_accwith_another_plugin_is_refused():
     with accelerator(shard_plugin=ShardPlugin(strategy="no_shard")) as acc:
         model = acc.prepare(net())
         other = OURS(cpu=True, shard_plugin=ShardPlugin(prefetch=3))
@@ -174,3 +174,16 @@ def test_local_sgd_is_refused_before_it_begins():
         model = acc.prepare(net())
         with LocalSGD(acc, model, 1) as local:
             local.step()
+
+
+# -- what the engine says --------------------------------------------------------------------------------------------------
+@ranks(2)
+def test_what_has_to_be_gathered_is_gathered_in_the_scripts_words():
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        weight = next(model.parameters())
+        handle = r"torch_shard\.engine_of\(accelerator\.unwrap_model\(model\)\)"
+        with pytest.raises(NeedsGatherError, match=rf"`with {handle}\.gathered\(parameter\):`"):
+            weight.data_ptr()
+        with torch_shard.engine_of(acc.unwrap_model(model)).gathered(weight):
+            assert weight.data_ptr()

@@ -257,7 +257,7 @@ class OperationSequence:
             raise DivergenceError(
                 f"the ranks have different numbers of batches{differ}. Parameters are gathered from all ranks, also to evaluate: "
                 "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "
-                "evaluate inside engine.gathered(), where ranks go alone."
+                f"evaluate inside {self.collectives.watchdog.handle}.gathered(), where ranks go alone."
             )
         calls = [text for text in now if not text.startswith(_OF_THE_MODEL)]
         if calls:

@@ -49,13 +49,14 @@ class Watchdog:
     All ranks may wait for one rank. While no rank posts anything new, a look at the store is one request. Reading new posts
     takes three more requests, however many ranks there are.
 
-    It also keeps what several parts of an engine say in errors: ``saving_advice``, how the user saves full values, which a front
-    end words in its own way.
+    It also keeps what several parts of an engine say in errors, which a front end words in its own way: ``saving_advice``, how
+    the user saves full values, and ``handle``, the user's expression for the engine.
     """
 
     def __init__(self, rank: int, ranks: list[int], timeout: float, key: str) -> None:
         self.rank, self.size, self.ranks, self._timeout, self.key = rank, len(ranks), ranks, timeout, key
         self.channels: dict[str, Channel] = {}  # by name
+        self.handle = "engine"
         self.saving_advice = (
             'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on all '
             "ranks; put a torch.distributed.barrier() behind what one rank writes."

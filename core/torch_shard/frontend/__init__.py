@@ -44,7 +44,6 @@ __all__ = [
     "Deferred",
     "WithMetadata",
     "abandon",
-    "advise_saving",
     "agree",
     "all_read",
     "any_rank",
@@ -91,6 +90,7 @@ __all__ = [
     "tensors_of",
     "wait_for_all",
     "with_shard",
+    "word_remedies",
     "write_full_safetensors",
 ]
 
@@ -191,9 +191,16 @@ def compress_gradients(engine: Engine, dtype: torch.dtype) -> None:
         engine.register_comm_hook((engine.shard_group, dtype), hook)
 
 
-def advise_saving(engine: Engine, advice: str) -> None:
-    """Have errors about pickling shards say `advice`, whole sentences in the user's terms, in place of the engine's own."""
-    engine._runtime.collectives.watchdog.saving_advice = advice
+def word_remedies(engine: Engine, handle: str, saving: str) -> None:
+    """Have errors of the engine name remedies in the user's terms. Not collective.
+
+    Args:
+        engine: the engine.
+        handle: the user's expression for it, before ``.gathered(...)``.
+        saving: how full values are saved, in whole sentences, for errors about pickling shards.
+    """
+    watchdog = engine._runtime.collectives.watchdog
+    watchdog.handle, watchdog.saving_advice = handle, saving
 
 
 def abandon(engine: Engine) -> None:

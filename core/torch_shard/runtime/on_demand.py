@@ -302,5 +302,6 @@ class OnDemand:
                 raise UnitStateError(
                     f"rank {self.runtime.collectives.world_rank}: a view of {name}, taken at {line}, was "
                     "edited. It is a copy, because the gathered memory is released, so the edit would be lost. Edit the "
-                    "parameter itself (weight.mul_(mask)), or the view inside engine.gathered(write=True) between steps."
+                    "parameter itself (weight.mul_(mask)), or the view inside "
+                    f"{self.runtime.collectives.watchdog.handle}.gathered(write=True) between steps."
                 )

@@ -119,9 +119,10 @@ def gather_error(operands: Any, what: Any, why: str = "needs the full parameter"
     specs = [operands] if isinstance(operands, ShardSpec) else []
     specs = specs or [t._shard_state.spec for t in tensors_in(operands) if hasattr(t, STATE)]  # type: ignore[attr-defined]
     names = ", ".join(dict.fromkeys(spec.name for spec in specs)) or "tensor"
+    handle = specs[0].comm.watchdog.handle if specs else "engine"
     message = (
         f"rank {specs[0].world_rank if specs else '?'}: {str(what).removeprefix('__get__:')} on the sharded {names} {why}. Use "
-        "`with engine.gathered(parameter):` around it (grads=True for its gradient, write=True to keep changes)."
+        f"`with {handle}.gathered(parameter):` around it (grads=True for its gradient, write=True to keep changes)."
     )
     step = specs[0].comm.unknown_step if specs else None
     return NeedsGatherError(message if step is None else step.refuse(message))

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.lightning.fabric.support import assert_same, batch, fabric, net, strategy, whole
+from tests.lightning.fabric.support import Net, assert_same, batch, fabric, net, strategy, whole
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
-from torch_shard.errors import ShardPicklingError
+from torch_shard.errors import NeedsGatherError, ShardPicklingError
 
 
 def trained(which):
@@ -48,12 +48,26 @@ def test_state_dicts_beside_a_module_are_saved_full(world_size, form, tmp_path):
 
 
 @ranks(2)
-def test_torch_save_of_a_module_is_an_error_that_names_fabrics_way_and_of_its_state_dict_works(rank, tmp_path):
+def test_torch_save_writes_a_state_dict_and_a_module_and_names_fabrics_way_for_gradients(rank, tmp_path):
     _, model, _ = trained("shard")
     with pytest.raises(ShardPicklingError, match=r"fabric\.save\(path, model\.state_dict\(\)\)") as caught:
-        torch.save(model, tmp_path / "weights.pt")
+        torch.save(model.inner.weight.grad, tmp_path / "weights.pt")
     assert "accelerator" not in str(caught.value) and " engine." not in str(caught.value)
     if rank == 0:
         torch.save(model.state_dict(), tmp_path / "weights.pt")
         assert {type(value) for value in torch.load(tmp_path / "weights.pt").values()} == {torch.Tensor}
+        torch.save(model.module, tmp_path / "module.pt")
+        loaded = torch.load(tmp_path / "module.pt", weights_only=False)
+        assert type(loaded) is Net
+        assert_same(loaded.state_dict(), torch.load(tmp_path / "weights.pt"))
     dist.barrier()
+
+
+@ranks(2)
+def test_what_has_to_be_gathered_is_gathered_in_fabrics_words():
+    fabric, model, _ = trained("shard")
+    weight = model.module.inner.weight
+    with pytest.raises(NeedsGatherError, match=r"`with fabric\.strategy\.engine_of\(model\)\.gathered\(parameter\):`"):
+        weight.data_ptr()
+    with fabric.strategy.engine_of(model).gathered(weight):
+        assert weight.data_ptr()

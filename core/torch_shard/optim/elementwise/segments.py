@@ -120,6 +120,6 @@ def signature(param: ShardTensor, entries: Any) -> Any:
                 f"rank {param._spec.world_rank}: optimizer state {key!r} of {param._spec.name} is a {type(value).__name__} "
                 f"{what}, which is not sharded like the parameter, so that a step on shards can't use it; nothing was changed. "
                 "Drop it (`optimizer.state.pop(parameter)`), load state that fits, or change the parameter inside `with "
-                "engine.gathered(parameter, write=True)`."
+                f"{param._spec.comm.watchdog.handle}.gathered(parameter, write=True)`."
             )
     return tuple(found)
