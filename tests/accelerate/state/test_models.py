@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 
@@ -15,9 +14,11 @@ from torch import nn
 
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator
 from tests.accelerate.support.checkpoints import Noisy, differ, plugin
-from tests.accelerate.support.models import loader, net
+from tests.accelerate.support.models import loader, loss_of, net, sgd
 from tests.accelerate.support.training import full_parameters
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard import ShardTensor
 from torch_shard.errors import ShardPicklingError
 
 
@@ -132,15 +133,47 @@ def test_safetensors_functions_write_full_parameters_on_the_main_process_alone(t
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("safe", [False, True])
 @ranks(2)
-def test_save_writes_full_parameters_and_no_file_of_a_sharded_module(safe, tmp_path):
+def test_save_writes_full_parameters_and_plain_modules(safe, tmp_path):
     with accelerator(OURS) as acc:
         model = acc.prepare(net())
         for part in () if safe else (model, model.head):
-            with pytest.raises(ShardPicklingError) if acc.is_main_process else contextlib.nullcontext():
-                acc.save(part, tmp_path / "part")
+            acc.save(part, tmp_path / "part")
+            if acc.is_main_process:
+                loaded = torch.load(tmp_path / "part", weights_only=False)
+                assert type(loaded) is type(part) and not any(isinstance(p, ShardTensor) for p in loaded.parameters())
+                torch.save(part.state_dict(), tmp_path / "part")
+                assert not differ(loaded.state_dict(), torch.load(tmp_path / "part"))
+            acc.wait_for_everyone()
         acc.save(model.state_dict(), tmp_path / "shards", safe_serialization=safe)
         acc.save(acc.get_state_dict(model), tmp_path / "full", safe_serialization=safe)
         acc.wait_for_everyone()
-        assert sorted(file.name for file in tmp_path.iterdir()) == ["full", "shards"]
         found = [(load_file if safe else torch.load)(tmp_path / name) for name in ("shards", "full")]
         assert not differ(*found)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, *exhaustive(ZeroDivisionError)])
+@ranks(2)
+def test_the_script_saves_when_a_step_has_failed_as_under_ddp(rank, error, tmp_path):
+    found = []
+    for kind in (STOCK, OURS):
+        with accelerator(kind) as acc:
+            model, data = acc.prepare(net(), loader())
+            optimizer = acc.prepare(sgd(model.parameters()))
+            try:
+                for step, batch in enumerate(data):
+                    acc.backward(loss_of(model, batch))
+                    if step == 2:
+                        raise error
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except error:
+                if acc.is_main_process:
+                    torch.save(acc.unwrap_model(model).state_dict(), tmp_path / "alone")
+                    found.append(torch.load(tmp_path / "alone"))
+                acc.wait_for_everyone()
+                acc.save(acc.unwrap_model(model).state_dict(), tmp_path / "all")
+                acc.wait_for_everyone()
+                found.append(torch.load(tmp_path / "all"))
+    half = len(found) // 2
+    assert half == 2 - rank
+    torch.testing.assert_close(found[half:], found[:half])
