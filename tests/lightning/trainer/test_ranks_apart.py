@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.lightning.support import (
     shard_strategy,
     trainer,
 )
+from tests.support.leaving import left_with
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -127,6 +129,23 @@ def test_rank_0_samples_alone_as_with_ddp(rank, world_size):
         found.append(module.seen)
     assert len(found[0]) >= 2 or rank > 0
     torch.testing.assert_close(found[1], found[0])
+
+
+class Skips(Net):
+    def validation_step(self, batch, index):
+        if index < 1 or self.trainer.is_global_zero:
+            super().validation_step(batch, index)
+
+
+def skips(rank, world_size):
+    t = trainer("lightning", world_size, shard_strategy(timeout=timedelta(seconds=30)))
+    t.validate(Skips(), loader(world_size, 2), verbose=False)
+
+
+@pytest.mark.parametrize("first", [0, *exhaustive(1)])
+def test_a_forward_that_one_rank_skips_within_a_step_is_one_error_on_all_ranks_though_the_first_leaves(first, tmp_path):
+    errors = left_with(skips, first=first, folder=tmp_path)
+    assert [error.split(":")[0] for error in errors] == ["DivergenceError"] * 2, errors
 
 
 class Trains(Net):
