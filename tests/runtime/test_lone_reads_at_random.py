@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import torch_shard
@@ -130,7 +129,6 @@ def program(seed: int, rank: int, world_size: int) -> int:
     with torch.no_grad():
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.full_tensor(), q.detach(), msg=name)
-    dist.barrier()  # a rank whose model is gone serves nobody
     return late
 
 
