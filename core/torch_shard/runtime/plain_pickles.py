@@ -74,12 +74,12 @@ def _refuse_gathered(params: dict[str, Any]) -> None:
     """Raise if a module holds unsharded parameters, other than those that an interrupted forward has left in `params`."""
     for key in list(params):
         place: Any = getattr(params[key], "_place", None)
-        flat = None if place is None else place[0]()
-        if flat is None:
+        if place is None or (flat := place[0]()) is None:
             continue
+        index = place[1]
         flat.unit().runtime.leave_interrupted()
         if getattr(params[key], "_place", None) is place:
-            rank, name = flat.collectives.world_rank, flat.layout.slots[place[1]].name
+            rank, name = flat.collectives.world_rank, flat.layout.slots[index].name
             raise ShardPicklingError(
                 f"rank {rank}: {name} is pickled (torch.save(model)) inside a forward or engine.gathered(), where its memory "
                 "is freed later. Save the model outside, where it is saved with full parameters, too."
