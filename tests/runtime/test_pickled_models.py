@@ -188,3 +188,20 @@ def test_only_shared_memory_the_engine_and_reads_alone_that_are_off_are_refused(
     sharded, _ = trained(rank, alone="error")
     with pytest.raises(ShardPicklingError, match=rf"rank {rank}: .*sharded scale.*engine\.state_dict"):
         pickle.dumps(sharded)
+
+
+def test_without_a_process_group_it_is_saved_and_printed_too() -> None:
+    code = """
+import io, torch, torch_shard
+from tests.support import models
+model = models.MLP()
+torch_shard.shard(model)
+file = io.BytesIO()
+torch.save({"model": model, "state": model.state_dict()}, file)
+found = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+for one, other in zip(found["model"].parameters(), found["state"].values(), strict=True):
+    assert type(one) is torch.nn.Parameter and type(other) is torch.Tensor
+    torch.testing.assert_close(one.detach(), other)
+assert str(model.head.bias) == str(found["model"].head.bias)
+"""
+    run_python("-c", code)
