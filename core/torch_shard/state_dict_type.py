@@ -102,8 +102,8 @@ def set_state_dict_type(
         config() if state_dict_config is None else dataclasses.replace(state_dict_config),
         optim_config() if optim_state_dict_config is None else dataclasses.replace(optim_state_dict_config),
     )
-    if _convert not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_convert)
+    if not any(isinstance(hook, _Convert) for hook in module._state_dict_hooks.values()):
+        module.register_state_dict_post_hook(_Convert())
     engine._runtime.state_dict_settings = settings
     return before
 
@@ -175,14 +175,15 @@ def convert(engine: Engine, found: dict[str, Any], prefix: str) -> None:
                 found[key] = value.detach().cpu()
 
 
-def _convert(module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Convert the result of ``state_dict`` on the sharded model, as its post-hook."""
-    engine = engine_of(module)
-    if engine is not None:
-        convert(engine, found, prefix)
+class _Convert:
+    """A post-hook of ``state_dict`` on the sharded model, which converts its result."""
 
+    in_plain_module = None  # it is left out of a pickle
 
-_convert.in_plain_module = None  # type: ignore[attr-defined]  # it is left out of a pickle
+    def __call__(self, module: nn.Module, found: dict[str, Any], prefix: str, metadata: Any) -> None:
+        engine = engine_of(module)
+        if engine is not None:
+            convert(engine, found, prefix)
 
 
 def _engine(module: nn.Module, what: str) -> Engine:
