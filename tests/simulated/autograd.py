@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .clocks import Agent, Clock
 from .memory import Memory
@@ -149,15 +150,21 @@ class BackwardThread:
         if threading.get_ident() == self._thread:
             with self._backwards.running():
                 return backward()
-        caller = self._streams.host()
+        caller, modes = self._streams.host(), _get_current_dispatch_mode_stack()
         try:
-            return self._pool.submit(self._run, backward, dict(caller.clock), self._streams.current()).result()
+            return self._pool.submit(self._run, backward, dict(caller.clock), self._streams.current(), modes).result()
         finally:
             caller.join(self._host.clock)
 
-    def _run(self, backward: Callable[[], Any], before: Clock, stream: Agent) -> Any:
+    def _run(self, backward: Callable[[], Any], before: Clock, stream: Agent, modes: list[Any]) -> Any:
         self._host.join(before)
-        with self._streams.use(stream), self._backwards.running():
+        own = set(map(type, _get_current_dispatch_mode_stack()))
+        with contextlib.ExitStack() as stack:
+            for mode in modes:  # autograd takes those of the calling thread along
+                if type(mode) not in own:
+                    stack.enter_context(mode)
+            stack.enter_context(self._streams.use(stream))
+            stack.enter_context(self._backwards.running())
             return backward()
 
 
