@@ -81,7 +81,10 @@ def optimizer_state(engine: Engine, optimizer: Any, parameters: nn.Module | None
         return optimizer.state_dict()
     found = numbered_optim_state_dict(engine, optimizer, True, parameters or engine.model)
     numbers = itertools.count()
-    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [next(numbers) for _ in group["params"]]}
+        for group in optimizer.param_groups
+    ]
     return {"state": found.get("state", {}), "param_groups": groups}
 
 

@@ -133,6 +133,7 @@ WAYS: dict[str, Callable[..., None]] = {
 }
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_stays_for_another_says_so_after_a_while() -> None:
     codes, outputs = ranks("late", 2)
     assert codes == [0, 0], outputs  # rank 1 has got its values
@@ -140,6 +141,7 @@ def test_a_rank_that_stays_for_another_says_so_after_a_while() -> None:
     assert "stays until" not in outputs[1]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_stays_no_longer_than_the_process_groups_wait() -> None:
     codes, outputs = ranks("limit", 2)
     assert codes[0] == 0 and "stays until ranks [1]" in outputs[0], (codes, outputs)

@@ -323,7 +323,10 @@ def numbered_optim_state_dict(engine: Engine, optimizer: Any, rank0_only: bool, 
     number_of = {names[id(p)]: number for number, p in enumerate(held)}
     state = {key: entries for key, entries in named["state"].items() if key not in number_of}
     state.update((number, named["state"][name]) for name, number in number_of.items() if name in named["state"])
-    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in named["param_groups"]]
+    groups = []
+    for group in named["param_groups"]:
+        params = [number_of[name] for name in group.pop("params")]
+        groups.append({**group, "params": params})  # the last entry, as in a plain optimizer's
     return {"state": state, "param_groups": groups}
 
 
