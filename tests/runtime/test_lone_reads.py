@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import time
@@ -465,44 +464,3 @@ def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int) -> None:
     dist.all_gather_object(everyone, alone)
     assert all(other == alone for other in everyone), everyone
     assert 10 <= sum(alone) <= 400, alone  # so that both really occur
-
-
-@pytest.mark.parametrize("of", ["the model", "a copy"])
-@ranks(2, exhaustive=(3,))
-def test_a_copy_that_only_this_rank_has_made_is_read_from_the_original(rank: int, of: str) -> None:
-    sharded, _, plain = made()
-    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    for _ in range(2):
-        if rank == 0:
-            mine = copy.deepcopy(sharded if of == "the model" else copy.deepcopy(sharded))
-            same(values(mine), values(plain))
-            same(file_of(mine), plain.state_dict())
-        else:
-            time.sleep(0.5)
-        for model in (sharded, plain):
-            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        together = copy.deepcopy(sharded), copy.deepcopy(plain)
-        same(values(together[0]), values(together[1]))
-
-
-@pytest.mark.parametrize("changed", ["the original", "the copy"])
-@ranks(2)
-def test_a_copy_that_only_this_rank_has_made_is_named_once_values_differ_from_those_of_the_original(
-    rank: int, changed: str
-) -> None:
-    sharded, _, _ = made(timeout=4.0)
-    mine = copy.deepcopy(sharded) if rank == 0 else None
-    if changed == "the original":
-        train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-    if mine is not None:
-        if changed == "the copy":
-            with torch.no_grad():
-                mine.scale.mul_(2)
-        with pytest.raises(DivergenceError, match="no such model") as caught:
-            values(mine)
-        if changed == "the original":  # there the lines of both ranks say why
-            assert "rank 1 has already made the next one, at " in str(caught.value)
-    else:
-        time.sleep(2)  # the reader waits for a copy that might still be made here
-    train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))

@@ -3,7 +3,7 @@
 Each rank keeps a running hash of its operations: which units of which engine it gathered, and in which phase. The ranks
 compare their hashes in an all-reduce (MAX) of a few bytes. A message has the same size for all engines over one set of
 process groups, so that the messages of any two engines can pair without an error of the backend. A message holds eight bytes
-of hash, the complement of these bytes, the same for the hash before the present operation and for the engine's number, flags,
+of hash, the complement of these bytes, the same for the hash before the present operation and for the engine's name, flags,
 and a few bytes for the end of a backward. The hashes are equal on all ranks exactly when ``max(h) + max(255 - h) == 255`` for
 every byte. If they differ, the ranks exchange their histories, and all ranks raise the same error. But where a rank came only
 to read the model, it reads alone (:mod:`.comparisons`), and the others compare once more. If all ranks came to read one model,
@@ -40,12 +40,17 @@ class OperationSequence:
 
     def __init__(self, collectives: Collectives, engine_order: EngineOrder) -> None:
         self.collectives, self.engine_order = collectives, engine_order
-        self.number = 0  # the number of this engine among the engines over the same process groups
+        self.model = ""  # the name of this engine among the engines over the same process groups
+        self.number = 0  # made of the name
         self.hash = 0
         self.history: list[str] = []
         self.batch = ""  # set by a front end: whether the forwards that begin now run on this rank's last batch
         self.on_difference: Callable[[], None] = lambda: None
         self.on_unlike_loads: Callable[[], None] = lambda: None
+
+    def take_name(self, model: str) -> None:
+        """Set the name of the engine, which is equal on all ranks and differs from those of the other engines."""
+        self.model, self.number = model, zlib.crc32(model.encode())
 
     def note(self, code: int, text: str) -> None:
         """Add one operation to this rank's sequence."""
@@ -180,9 +185,8 @@ class OperationSequence:
                 return None
             if self._is_met(meeting, message):
                 return message
-            left, reads, _, works = message[_HASHES:_HEAD].tolist()
             if meeting.purpose is Purpose.READS or (
-                meeting.purpose is Purpose.RECORDS and works and not (left or reads)
+                meeting.purpose is Purpose.RECORDS and _may_record_alone(message.tolist())
             ):
                 return None
             # A rank that came to read has gone on alone: all others, and that one when it is back, compare once more.
@@ -199,7 +203,7 @@ class OperationSequence:
             return True
         only_reads = not (left or records or works)
         apart = only_reads and _equal(h[32:_HASHES]) and not _equal(h[16:32])
-        if apart or not (left or reads or (records and works)):
+        if apart or not (left or reads or _may_record_alone(h)):
             self._explain(meeting)
         return False
 
@@ -208,7 +212,7 @@ class OperationSequence:
         watchdog, what = self.collectives.watchdog, meeting.what
         history, line = meeting.history[: meeting.noted], meeting.line or caller_line()
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
-        mine: tuple[list[str], str, str, int, dict[str, int]] = (history, what, line, self.number, issued)
+        mine: tuple[list[str], str, str, str, dict[str, int]] = (history, what, line, self.model, issued)
         before = ", ".join(history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
@@ -225,8 +229,8 @@ class OperationSequence:
             raise
 
     def _raise(self, answers: list[Any]) -> NoReturn:
-        if len({number for *_, number, _ in answers}) > 1:
-            places = [f"rank {r} is in {at} of model {n} ({line})" for r, (_, at, line, n, _) in enumerate(answers)]
+        if len({model for *_, model, _ in answers}) > 1:
+            places = [f"rank {r} is in {at} of {model} ({line})" for r, (_, at, line, model, _) in enumerate(answers)]
             raise DivergenceError(
                 f"the ranks ran different models, numbered in the order of shard(): {'; '.join(places)}. Every rank must run the "
                 "forwards, backwards and saves of several sharded models in the same order (iterate over a list, not a set)."
@@ -291,7 +295,7 @@ class _Meeting:
         self._width = sequence.engine_order.width
         number = sequence.number * 0x9E3779B97F4A7C15
         present, earlier = (((h + n) & _MASK).to_bytes(8, "little") for h, n in ((sequence.hash, number), (before, 0)))
-        engine = (sequence.number & 0xFFFFFFFF).to_bytes(4, "little")
+        engine = sequence.number.to_bytes(4, "little")
         self._hashes = [b for part in (present, earlier, engine) for b in (*part, *(255 - b for b in part))]
 
     @property
@@ -312,6 +316,15 @@ def _equal(reduced: list[int]) -> bool:
     """Return True if all ranks have sent one hash: the maxima of its bytes, and those of their complements."""
     half = len(reduced) // 2
     return all(a + b == 255 for a, b in zip(reduced[:half], reduced[half:], strict=True))
+
+
+def _may_record_alone(message: list[int]) -> bool:
+    """Return True if ranks that read for a graph surely have others who do something else: who work, or read another model.
+
+    Where some only read, these go first, and all compare once more.
+    """
+    left, reads, records, works = message[_HASHES:_HEAD]
+    return bool(records and not (left or reads) and (works or not _equal(message[32:_HASHES])))
 
 
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.

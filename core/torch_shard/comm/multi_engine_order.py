@@ -1,8 +1,8 @@
 """Checks that several engines over one set of process groups issue their collectives in one order on all ranks.
 
 Each engine orders its own collectives, but all engines share the groups, and a collective of one engine must not pair with one
-of another. Each engine therefore has a number, which is part of every sequence that the ranks compare, and control messages
-of all engines have one size.
+of another. Each engine therefore has a name, which is part of every sequence that the ranks compare, and control messages of
+all engines have one size.
 
 When one loss goes through two engines, the order of the autograd graph interleaves their reductions. This order may differ
 between ranks if a part of a model is in the loss of some ranks only. The collectives are therefore recorded for each process
@@ -29,8 +29,7 @@ class EngineOrder:
         self._several = False
         self._issued: dict[str, int] = {}
         self._engines = 0
-        self._copies: Counter[int] = Counter()
-        self._copied: Counter[tuple[int, str]] = Counter()
+        self._copies: Counter[tuple[str, str]] = Counter()
         self._engines_here: weakref.WeakSet[Any] = weakref.WeakSet()  # the runtimes of the engines
         self.width = 0  # bytes of the largest engine's message at the end of a backward
 
@@ -38,28 +37,18 @@ class EngineOrder:
         """Make room for an engine whose messages have `width` bytes."""
         self.width = max(self.width, width)
 
-    def number(self) -> int:
-        """Return a number for a new engine. It is equal on all ranks, because shard() is collective."""
+    def name(self) -> str:
+        """Return a name for a new engine. It is equal on all ranks, because shard() is collective."""
         self._engines += 1
-        return self._engines
+        return f"model {self._engines}"
 
-    def number_of_copy(self, original: int) -> int:
-        """Return a number for a deep copy of an engine.
+    def name_of_copy(self, original: str, line: str) -> str:
+        """Return a name for a deep copy made at this line of code, which is equal on all ranks that make it there, too.
 
-        Copying is not collective, so a copy gets its number at its first forward. If ranks run two copies of one model in
-        different orders, the copies can't be told apart.
+        Copying is not collective: one rank alone may make a copy, so the copies are not counted as the engines are.
         """
-        self._copies[original] += 1
-        return original + 1_000_003 * self._copies[original]
-
-    def take_back_number(self, original: int) -> None:
-        """Undo the latest :meth:`number_of_copy` of this original."""
-        self._copies[original] -= 1
-
-    def place_of_copy(self, original: int, line: str) -> str:
-        """Return a name for a deep copy made at this line of code, which is equal on all ranks that make it there, too."""
-        self._copied[original, line] += 1
-        return f"{line}, {self._copied[original, line]}"
+        self._copies[original, line] += 1
+        return f"a copy of {original}, made at {line} ({self._copies[original, line]})"
 
     def join(self, runtime: Any) -> None:
         """Add an engine, by its runtime."""

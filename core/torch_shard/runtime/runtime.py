@@ -87,7 +87,6 @@ class Runtime:
         self.optimizer_states = OptimizerStates(self)
         self.served = ServedShards(self.versions)
         self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
-        self.key = ""  # the name of the model among those over the same groups, on all ranks
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward
@@ -96,7 +95,6 @@ class Runtime:
         self.reductions = ReduceSchedule(self)
         # Gradients were published before the ranks have compared what the backward has reduced.
         self.awaits_votes = False
-        self.original = 0  # the number of the engine that this one is a copy of
         self.copied_from: ModelVersion | None = None
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # of optimizers that step on full matrices
@@ -126,18 +124,17 @@ class Runtime:
         self.engine_order.join(self)
         self.engine_order.widen(2 + sum(4 + len(u.params) for u in self.units))
 
-    def number_as_new(self) -> None:
-        """Take a number for this engine. Call on all ranks, for all engines in one order."""
+    def name_as_new(self) -> None:
+        """Take a name for this engine. Call on all ranks, for all engines in one order."""
         self.versions.restart()  # ranks that began on meta have changed shards that others were given
-        self.operations.number = self.engine_order.number()
-        self._offer(f"{self.operations.number}")
+        self._take_name(self.engine_order.name())
 
-    def _offer(self, key: str) -> None:
-        """Hand out this rank's shards to ranks that read alone, under `key`."""
-        self.key = key
+    def _take_name(self, name: str) -> None:
+        """Be known by `name` to the other ranks, and hand out this rank's shards to ranks that read alone."""
+        self.operations.take_name(name)
         service = self.collectives.service
         if service is not None:
-            self.served.offer(service, key)
+            self.served.offer(service, name)
 
     def sources(self) -> list[ModelVersion]:
         """Return the versions from which the values of this model can be read, the best one first.
@@ -148,7 +145,7 @@ class Runtime:
         versions, edits = self.versions, self.versions.edits
         own = edits.known()
         digest = edits.digest if own is None else edits.base
-        found = ModelVersion(self.key, versions.finished, digest, versions.line, own or {})
+        found = ModelVersion(self.operations.model, versions.finished, digest, versions.line, own or {})
         return [found] if self.copied_from is None or versions.changed else [self.copied_from, found]
 
     @property
@@ -160,10 +157,9 @@ class Runtime:
         other = Runtime(self.config, self.collectives, self.host)
         memo[id(self)] = other
         other.ready()
-        other.original = self.operations.number or self.original
         source = other.copied_from = self.sources()[0]
-        place = self.engine_order.place_of_copy(other.original, caller_line())
-        other._offer(f"{source.key} after {source.finished} changes, copied at {place}")
+        original = f"{source.key} after {source.finished} changes"
+        other._take_name(self.engine_order.name_of_copy(original, caller_line()))
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook

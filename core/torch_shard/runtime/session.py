@@ -73,7 +73,7 @@ class Session:
             False if this rank reads the model alone: it evaluates, and other ranks do something else.
         """
         runtime = self._runtime
-        schedule, operations, order = runtime.schedule, runtime.operations, runtime.engine_order
+        schedule, operations = runtime.schedule, runtime.operations
         runtime.versions.abandon_change()
         fresh = schedule.fresh
         self.is_open = schedule.fresh = True
@@ -83,9 +83,6 @@ class Session:
                 schedule.reshard_unused()
             schedule.note_changes(schedule.changes())
             return True
-        numbered = not operations.number
-        if numbered:
-            operations.number = order.number_of_copy(runtime.original)
         phase = FORWARD if torch.is_grad_enabled() else EVALUATION
         begins = 1 + phase, f"begins a {PHASES[phase]}"
         if phase == EVALUATION:
@@ -109,9 +106,6 @@ class Session:
             schedule.note_changes(None if changes is None else found)
             if reshards_first:
                 schedule.reshard_unused()
-        elif numbered:  # the others have not numbered their copies yet
-            order.take_back_number(runtime.original)
-            operations.number = 0
         return found is not None
 
     def _agree(self, what: str, noted: Sequence[tuple[int, str]], changes: torch.Tensor | None) -> torch.Tensor | None:

@@ -368,7 +368,7 @@ def _register(setup: Setup) -> None:
     if setup.has_buffers and c.world > 1 and config.broadcast_buffers:
         runtime.buffers = BufferSync(c, setup.rank_own)
     runtime.ready()
-    runtime.number_as_new()
+    runtime.name_as_new()
     runtime.registrations.ignored = frozenset(setup.plan.ignored)
     mixed_precision_hooks.register(model, runtime.units, precision_of(config.precision))
     register(model, runtime, runtime.units)
