@@ -23,6 +23,7 @@ from ..errors import ConfigError, ShardError, UnitStateError
 from ..log import ANY_RANK, logger
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.phases import BACKWARD
+from ..unit.references import references_to
 from ..unit.unit import State, Unit
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
@@ -52,9 +53,9 @@ class Backwards:
         # An output that is a leaf is an input passed through, which backward reaches when it has left the unit.
         found = [t for t in outputs if t.requires_grad and not t.is_leaf]
         use.end = sequence_number()
-        use.saved, use.versions, by_python = unit.references(use.looks_up)
+        use.saved, use.versions, by_python = references_to(unit, use.looks_up)
         if use.saved and forward:
-            found += unit.kept_tensors()
+            found += unit.kept_tensors.find()
         # An in-place operation on a view replaces its node, and the hook with it; the base's node stays.
         found += [base for t in found if (base := t._base) is not None and base.requires_grad and not base.is_leaf]
         stepping = self.runtime.in_backward

@@ -192,7 +192,7 @@ class Runtime:
     def check_registrations(self) -> None:
         """Raise if a parameter was added since sharding."""
         for unit in self.units:
-            unit.forget_modules()
+            unit.kept_tensors.forget_modules()
         self.registrations.check(self)
 
     def synchronise_buffers(self, root: nn.Module) -> None:

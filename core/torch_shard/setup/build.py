@@ -165,7 +165,7 @@ def _allocate(setup: Setup) -> None:
         setup.shards = setup.attempt(setup.host.take_shards, setup.groups, names) or {}
     for index, unit_plan in enumerate(setup.plan.units):
         unit = Unit(unit_plan.name, index, setup.runtime)
-        unit.triggers = [setup.modules[name] for name in unit_plan.triggers]
+        unit.triggers += [setup.modules[name] for name in unit_plan.triggers]
     setup.materialiser = Materialiser(model, config, c, setup.undo)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):  # its weak references to the weights would make a swap impossible

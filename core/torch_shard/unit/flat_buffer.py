@@ -17,19 +17,19 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..config.param_dtypes import Dtypes
 from ..errors import UnitStateError
-from ..layout.dtensor_placement import Placed, is_dtensor, local_of
+from ..layout.dtensor_placement import Placed, local_of
 from ..layout.flat_layout import FlatLayout, slot_view
 from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.stochastic_rounding import Rounding
 from ..offload.host_gradients import HostGradients
 from ..offload.host_shard import Crossing, HostShard
 from ..shard_tensor.dtensor_classes import gathered_parameter, shard_class, unsharded_parameter
-from ..shard_tensor.spec import ShardSpec, shard_of_part
+from ..shard_tensor.spec import ShardSpec
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import UnshardedParam, is_view, mark_of_unit, move, refuse_recorded_edit
 from . import shard_reads
 from .gradient_buffer import GradientBuffer
-from .held_gradients import is_unshared
+from .gradient_hooks import average_past_unit, take_grad
 from .served_shard import ServedShard
 
 if TYPE_CHECKING:
@@ -408,7 +408,7 @@ class FlatBuffer:
         uses, references = self.baseline[i]
         before = _use_count(unsharded), sys.getrefcount(unsharded)
         self.edges[i] = torch.autograd.graph.get_gradient_edge(unsharded).node
-        self.edges[i].register_prehook(partial(_take_grad, weakref.ref(self), i))
+        self.edges[i].register_prehook(partial(take_grad, weakref.ref(self), i))
         hooks = unit.tensor_hooks.get(self.layout.slots[i].name)
         if hooks:  # the dict itself, so that users' handles still remove their hooks
             unsharded._backward_hooks = hooks  # type: ignore[assignment]
@@ -418,7 +418,7 @@ class FlatBuffer:
         if not self.gradients.asked[i]:
             self.gradients.asked[i] = True
             with torch._C.DisableTorchFunctionSubclass():
-                self.params[i].register_hook(partial(_average, weakref.ref(self), i))
+                self.params[i].register_hook(partial(average_past_unit, weakref.ref(self), i))
 
     def put_back(self, i: int) -> None:
         """Point unsharded parameter `i` at its place in the full buffer again, after ``.data = `` gave it other memory."""
@@ -481,50 +481,3 @@ class FlatBuffer:
             return [unsharded._version for unsharded in self.unsharded_params]
         # An edit of a DTensor counts on the DTensor; an edit of its to_local() counts on the local tensor.
         return [unsharded._version + local_of(unsharded)._version for unsharded in self.unsharded_params]
-
-
-def _average(flat_ref: weakref.ref[FlatBuffer], index: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Average a plain gradient over the ranks; a gradient hook on the sharded parameter itself. Collective.
-
-    Such a gradient has gone past the engine: a `torch.autograd.Function` was given another module's weight, say. It is
-    this rank's own and has to be averaged as any other.
-    """
-    flat = flat_ref()
-    if flat is None or grad is None or isinstance(grad, ShardTensor):
-        return None
-    c, spec = flat.collectives, flat.params[index]._spec
-    # A plain gradient of a parameter that tensor parallelism cuts comes from a computation that each of all ranks has made
-    # for itself.
-    among = c.all_ranks if flat.split and not is_dtensor(grad) else c.data_parallel
-    total = grad.detach().clone() if not is_dtensor(grad) else flat.part_of(grad.detach(), index).clone()
-    if among.size > 1:
-        among.all_reduce(total, "sum", f"the gradient of {spec.name}, used past its unit")
-    total.div_(among.size)
-    if flat.split and is_dtensor(grad):
-        return ShardTensor(shard_of_part(total, spec).clone(), spec)
-    return ShardTensor.from_full(total, spec)
-
-
-def _take_grad(
-    flat_ref: weakref.ref[FlatBuffer], index: int, grads: tuple[torch.Tensor | None, ...]
-) -> tuple[None, ...] | None:
-    """Take the gradient of an unsharded parameter when it is complete, so that autograd accumulates nothing.
-
-    Autograd calls this hook after the user's hooks.
-    """
-    flat = flat_ref()
-    unit = None if flat is None else flat.unit()
-    if flat is None or unit is None:
-        return None
-    if grads[0] is not None:
-        if flat.distributed:
-            part, streams = flat.part_of(grads[0], index), flat.collectives.streams
-            if streams.exist:
-                # Hazard: the stream that made the gradient would use its memory again while this one still reads it. Autograd
-                # prevents that for plain tensors, but does not see the memory of a DTensor.
-                part.record_stream(streams.current())
-            unit.runtime.on_grad(unit, flat, index, part)
-        else:
-            unshared = flat.gradients.can_hold and not grads[0].is_sparse and is_unshared(grads)
-            unit.runtime.on_grad(unit, flat, index, grads[0], unshared)
-    return (None,)

@@ -28,10 +28,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import functools
 import operator
 from collections import OrderedDict
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -44,12 +42,11 @@ from ..comm.work import Pending
 from ..errors import ShardError, UnitStateError
 from ..offload.host_shard import Crossing
 from ..shard_tensor.tensor import ShardTensor
-from ..utils.autograd_private import saved_tensors_hooks
-from ..utils.pytree import may_hold_tensors, tensors_in
 from .flat_buffer import FlatBuffer, PlainGather
 from .module_params import adopt
 from .phases import PHASES
 from .places import Places
+from .references import KeptTensors
 
 if TYPE_CHECKING:
     from .ports import RuntimePort
@@ -94,6 +91,7 @@ class Unit:
         self.flats: list[FlatBuffer] = []
         self.places = Places()
         self.triggers: list[nn.Module] = []
+        self.kept_tensors = KeptTensors(self.triggers)
         self.tensor_hooks: dict[str, dict[int, Any]] = {}
         self.post_hooks: dict[str, dict[int, Any]] = {}
         self._on_side = self.gathers and self.collectives.gather_stream is not None  # unshards run on the gather stream
@@ -182,57 +180,9 @@ class Unit:
             flat.mirror()
         return flat.unsharded_params[index]
 
-    def references(self, looks_up: bool = False) -> tuple[bool, list[tuple[int, int, int]], bool]:
-        """Return who refers to the unsharded parameters beside the engine.
-
-        Args:
-            looks_up: they were used by an embedding alone, which keeps nothing that shares their memory but the parameters.
-
-        Returns:
-            True if anyone does; the parameters that autograd has saved, as (number of the flat buffer, index, version);
-            True if a Python object may hold an unsharded parameter (`self.kept = self.weight`).
-        """
-        # All ranks must come to the same first answer: where use counts of memory don't tell, the answer is always yes, except of
-        # an embedding, for which those of the parameters do. The other two answers concern this rank alone. No count is ever too
-        # low; where the counts to compare with may be too high, a Python object may hold any unsharded parameter.
-        c = self.collectives
-        by_python = not c.counts_references
-        anyone = by_python or not (c.knows_references or looks_up)
-        # DTensor's own collectives may keep references for a while.
-        anyone |= any(flat.distributed for flat in self.flats)
-        # Under hooks autograd saves what these make of a tensor. Backward may get the parameter itself back from them: what a
-        # checkpoint computes again refers to the parameters of all its forwards, when the first of them is reached.
-        anyone |= saved_tensors_hooks(True) is not None
-        saved = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for number, flat in enumerate(self.flats):
-                held, versions, python = flat.references()
-                anyone |= held if c.knows_references else bool(versions) or python
-                by_python |= python
-                saved += [(number, i, version) for i, version in versions]
-        return anyone, saved, by_python
-
-    def kept_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors with a graph that the triggers' modules keep in attributes, such as an auxiliary loss."""
-        found = []
-        for module, first in self._modules:
-            for value in islice(module.__dict__.values(), first, None):
-                if type(value) in _HOLDERS and may_hold_tensors(value):
-                    found += [t for t in tensors_in(value) if t.requires_grad and not t.is_leaf]
-        return found
-
     def holds_gradients(self) -> bool:
         """Return True if gradients of this unit wait for their reduction."""
         return any([flat.gradients.waits for flat in self.flats])  # noqa: C419 (hot)
-
-    @functools.cached_property
-    def _modules(self) -> list[tuple[nn.Module, int]]:
-        modules = dict.fromkeys(m for trigger in self.triggers for m in trigger.modules())
-        return [(m, _first_attribute(m)) for m in modules]
-
-    def forget_modules(self) -> None:
-        """Make :meth:`kept_tensors` look for the triggers' modules anew, since one may have been added."""
-        self.__dict__.pop("_modules", None)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
     def unshard(self, from_secondary: bool = False) -> None:
@@ -539,19 +489,10 @@ class Unit:
             twin.gradients.reduce_like(flat.gradients)
         for module, attribute, flat, index in self.places:
             other.places.append((copy.deepcopy(module, memo), attribute, other.flats[self.flats.index(flat)], index))
-        other.triggers = [copy.deepcopy(m, memo) for m in self.triggers]
+        other.triggers += [copy.deepcopy(m, memo) for m in self.triggers]
         return other
 
 
 def unit_of(param: object) -> Unit | None:
     """Return the unit of a sharded parameter; None for gradients, optimizer state and plain tensors."""
     return cast("Unit | None", param._unit) if isinstance(param, ShardTensor) else None
-
-
-_HOLDERS = frozenset({torch.Tensor, list, tuple, dict})
-_MODULES_OWN = frozenset(nn.Module().__dict__)
-
-
-def _first_attribute(module: nn.Module) -> int:
-    """Return the position in the module's ``__dict__`` at which attributes begin that are not nn.Module's own."""
-    return next((i for i, key in enumerate(module.__dict__) if key not in _MODULES_OWN), len(module.__dict__))
