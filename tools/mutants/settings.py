@@ -20,11 +20,12 @@ PARTS: dict[str, tuple[str, ...]] = {
         "runtime/on_demand.py",
     ),
     "reductions": ("runtime/reduce_schedule.py", "comm/gradient_reduction.py"),
-    "unit": ("unit/unit.py",),
+    "unit": ("unit/unit.py", "unit/references.py"),
     "buffers": (
         "unit/flat_buffer.py",
         "unit/gradient_buffer.py",
         "unit/accumulation.py",
+        "unit/gradient_hooks.py",
         "unit/held_gradients.py",
         "unit/shard_reads.py",
         "comm/broadcast_buffers.py",
