@@ -21,9 +21,27 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 # Only decimal multiples, as data sheets have, and bits spelled out: "Gb" is either, depending on who writes it.
 _BANDWIDTH = re.compile(r"([\d.]+(?:e[+-]?\d+)?) *([kMGT]?)(B|bit)/s", re.ASCII)
-_LATENCY = re.compile(r"([\d.]+(?:e[+-]?\d+)?) *(s|ms|us|µs|ns)", re.ASCII)  # noqa: RUF001
+_LATENCY = re.compile(r"([\d.]+(?:e[+-]?\d+)?) *(s|ms|us|ns)", re.ASCII)
 _MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}  # noqa: RUF001
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def check_number(field: str, value: Any, unit: str, positive: bool = False) -> None:
+    """Raise a ConfigError unless `value` is a finite number of at least 0, or above 0 if `positive`."""
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not 0 <= number < math.inf or (positive and not number):
+        kind = "positive" if positive else "non-negative"
+        raise ConfigError(f"{field} must be a {kind}, finite number of {unit}, not {value!r}.")
+
+
+def _check_fraction(field: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(f"{field} must be a number above 0 and at most 1, not {value!r}.")
+
+
+def _check_name(field: str, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{field} must be a name, not {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -66,13 +84,13 @@ class Link:
         return dataclasses.replace(self, bandwidth=self.bandwidth / ranks)
 
 
-# Bandwidths are of one direction. NVLink: H100, A100 and DGX B200 data sheets, which have twice that (900, 600 and 1,800 GB/s); the
-# fractions are what NCCL computes with: 20.6 of 25, 20.0 of 25 and 40.1 of 50 GB/s a link (SM90_NVLINK_BW and so on in its
-# src/graph/topo.h). Infinity Fabric: MI300X data sheet, 7 links to the others of a node, 128 GB/s in both directions each. PCIe x16:
-# 16 or 32 GT/s a lane in the 128b/130b code. InfiniBand and Ethernet: the rate in the name. Fractions of these are assumptions: what
-# headers of packets, and for PCIe flow control, usually leave. Latencies: NCCL's own for a step of a ring under the protocol for large
-# messages ("hwLat", Simple, in src/graph/tuning.cc): 3.4 us NVLink, 5.7 us PCIe, 14 us network. That of sockets is an assumption, and
-# `gloo-local`, processes of one machine over its loopback device, is one altogether.
+# Bandwidths are of one direction. NVLink: H100, A100 and DGX B200 data sheets, which have twice that (900, 600 and 1,800 GB/s);
+# the fractions are what NCCL computes with: 20.6 of 25, 20.0 of 25 and 40.1 of 50 GB/s a link (SM90_NVLINK_BW and so on in its
+# src/graph/topo.h). Infinity Fabric: MI300X data sheet, 7 links to the others of a node, 128 GB/s in both directions each. PCIe
+# x16: 16 or 32 GT/s a lane in the 128b/130b code. InfiniBand and Ethernet: the rate in the name. Fractions of these are
+# assumptions: what headers of packets, and for PCIe flow control, usually leave. Latencies: NCCL's own for a step of a ring
+# under the protocol for large messages ("hwLat", Simple, in src/graph/tuning.cc): 3.4 us NVLink, 5.7 us PCIe, 14 us network.
+# That of sockets is an assumption, and `gloo-local`, processes of one machine over its loopback device, is one altogether.
 _NVLINK, _PCIE, _NETWORK, _SOCKET = 3.4e-6, 5.7e-6, 14e-6, 50e-6
 LINKS: Mapping[str, Link] = {
     entry.name: entry
@@ -207,66 +225,53 @@ _EXAMPLE = (
 )
 
 
-def check_number(field: str, value: Any, unit: str, positive: bool = False) -> None:
-    """Raise a ConfigError unless `value` is a finite number of at least 0, or above 0 if `positive`."""
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not 0 <= number < math.inf or (positive and not number):
-        kind = "positive" if positive else "non-negative"
-        raise ConfigError(f"{field} must be a {kind}, finite number of {unit}, not {value!r}.")
-
-
-def _check_fraction(field: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
-        raise ConfigError(f"{field} must be a number above 0 and at most 1, not {value!r}.")
-
-
-def _check_name(field: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{field} must be a name, not {value!r}.")
-
-
 def _peaks(*tera: float) -> dict[str, float]:
     """Return operations per second by dtype, of 10^12 of these in the order of DTYPES; 0 for what the device lacks."""
     return {dtype: peak * 1e12 for dtype, peak in zip(DTYPES, tera, strict=False) if peak}
 
 
-# Memory is in the data sheets' GB, taken as 10^9 bytes. Cards show up to 7 % more; that much is left to the CUDA context and the
-# buffers of communication. The vendors publish no fractions. The best shapes that a search has found reach 86 % of the A100's peak in
-# bf16, 80 % of the H100's and 60 % of the MI300X's (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS"); the shapes
-# of a model are not these, so that a tenth is taken off. The rest of fractions, launch and host times are assumptions, in the middle
-# of what one sees with torch in eager mode.
+# Memory is in the data sheets' GB, taken as 10^9 bytes. Cards show up to 7 % more; that much is left to the CUDA context and
+# the buffers of communication. The vendors publish no fractions. The best shapes that a search has found reach 86 % of the
+# A100's peak in bf16, 80 % of the H100's and 60 % of the MI300X's (github.com/stas00/ml-engineering, "Maximum Achievable Matmul
+# FLOPS"). The shapes of a model are not these, so that about a tenth is taken off. The other fractions, and launch and host
+# times, are assumptions.
 _HOPPER = _peaks(66.9, 494.7, 989.4, 989.4, 1978.9)
 DEVICES: Mapping[str, Device] = {
     entry.name: entry
     for entry in (
         # NVIDIA A100 Tensor Core GPU data sheet: A100 80GB SXM. No fp8.
         Device("a100", _peaks(19.5, 156, 312, 312), 2.039e12, 80e9, matmul_fraction=0.77),
-        # NVIDIA H100 Tensor Core GPU data sheet: H100 SXM, whose Tensor Core figures are with sparsity; the dense halves to four digits
-        # are of the white paper "NVIDIA H100 Tensor Core GPU Architecture".
+        # NVIDIA H100 Tensor Core GPU data sheet: H100 SXM, whose Tensor Core figures are with sparsity; the dense halves to
+        # four digits are of the white paper "NVIDIA H100 Tensor Core GPU Architecture".
         Device("h100", _HOPPER, 3.35e12, 80e9, host_link=LINKS["pcie5"]),
         # NVIDIA H200 Tensor Core GPU data sheet: H200 SXM. It computes like the H100 SXM.
         Device("h200", _HOPPER, 4.8e12, 141e9, host_link=LINKS["pcie5"]),
-        # "NVIDIA Blackwell Architecture Technical Brief": a GPU of HGX B200. Memory: NVIDIA DGX B200 data sheet, 1,440 GB and 64 TB/s
-        # for eight.
+        # "NVIDIA Blackwell Architecture Technical Brief": a GPU of HGX B200. Memory: NVIDIA DGX B200 data sheet, 1,440 GB and
+        # 64 TB/s for eight.
         Device("b200", _peaks(80, 1100, 2250, 2250, 4500), 8e12, 180e9, host_link=LINKS["pcie5"]),
         # AMD Instinct MI300X accelerator data sheet.
-        Device(
-            "mi300x", _peaks(163.4, 653.7, 1307.4, 1307.4, 2614.9), 5.3e12, 192e9, 0.54, host_link=LINKS["pcie5"]
-        ),
+        Device("mi300x", _peaks(163.4, 653.7, 1307.4, 1307.4, 2614.9), 5.3e12, 192e9, 0.54, host_link=LINKS["pcie5"]),
         # NVIDIA L40S data sheet.
         Device("l40s", _peaks(91.6, 183, 362.05, 362.05, 733), 864e9, 48e9),
-        # White paper "NVIDIA Ada GPU Architecture", version 2.1, appendix A, sums in fp32. This card's Tensor Cores run at half speed
-        # then, so that figures of twice this are about.
+        # White paper "NVIDIA Ada GPU Architecture", version 2.1, appendix A, with sums in fp32, as torch has them. Sums in fp16
+        # are twice as fast on this card.
         Device("rtx4090", _peaks(82.6, 82.6, 165.2, 165.2, 330.3), 1.008e12, 24e9),
-        # A rank that has a whole socket: Intel Xeon Platinum 8480+, 56 cores at the base clock of 2.0 GHz, 8 channels of DDR5-4800
-        # (ark.intel.com). Operations in a cycle of a core: 64 in fp32 and 128 in fp16 (two AVX-512 units), 1024 in bf16 (AMX). The
-        # memory is 8 modules of 64 GB, an assumption. The host computes itself: nothing is launched, and no link is crossed.
+        # A rank that has a whole socket, Intel Xeon Platinum 8480+, 56 cores at the base clock of 2.0 GHz, 8 channels of
+        # DDR5-4800 (ark.intel.com). Operations in a cycle of a core: 64 in fp32 and 128 in fp16 (two AVX-512 units), 1024 in
+        # bf16 (AMX). The memory is 8 modules of 64 GB, an assumption. The host computes itself: nothing is launched, and no
+        # link is crossed.
         Device(
-            "cpu", _peaks(7.168, 0, 114.688, 14.336), 307.2e9, 512e9, matmul_fraction=0.5, launch_seconds=0.0,
-            host_seconds=5e-6, host_link=Link("memory", 307.2e9, 0.0, 0.4),
-        ),  # a copy reads and writes
+            "cpu",
+            _peaks(7.168, 0, 114.688, 14.336),
+            307.2e9,
+            512e9,
+            matmul_fraction=0.5,
+            launch_seconds=0.0,
+            host_seconds=5e-6,
+            host_link=Link("memory", 307.2e9, 0.0, 0.4),  # a copy reads and writes
+        ),
     )
-}  # fmt: skip
+}
 """The devices that are built in, by name."""
 
 

@@ -1,9 +1,9 @@
 """How long operators, collectives and copies take, from figures of data sheets, so that settings can be ranked.
 
-Nothing is measured here, and the seconds are no prediction: what a program takes differs by a factor, which is the same one for
-settings that run the same operators. They are for the question which of two settings is faster, and where one of them waits. Not
-modelled are, above all, caches, shapes that fit a device badly, kernels and collectives that slow each other down while they
-overlap, links that several groups load at one time, and clocks that fall under load.
+Nothing is measured here, and the seconds are not meant as a prediction: a program takes longer, by a factor that is much the
+same for settings that run the same operators. They are to tell which of two settings is faster, and where one of them waits.
+Not modelled are, above all, caches, shapes that fit a device badly, kernels and collectives that slow each other down while
+they overlap, links within a node that several groups load at one time, and clocks that fall under load.
 
 Sources: the roofline is of Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
 Architectures" (CACM 52(4), 2009). That a message takes a latency and its bytes over a bandwidth is Hockney's model ("The
