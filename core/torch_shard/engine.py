@@ -645,7 +645,7 @@ class Engine:
         self._watch.close()
         service = self._runtime.collectives.service
         if service is not None:
-            service.withdraw(self._runtime.key)
+            service.withdraw(self._runtime.operations.model)
         if self._runtime.host is not None:
             self._runtime.host.leave(self._runtime)
         registry.forget(self.model)

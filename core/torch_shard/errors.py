@@ -24,6 +24,7 @@ __all__ = [
     "ShardError",
     "ShardPicklingError",
     "StateDictError",
+    "TraceError",
     "UnavailableError",
     "UnitStateError",
 ]
@@ -216,4 +217,14 @@ class DiskError(ShardError):
     the disk is full (space is taken when state is made, never later). Also by the next step after a transfer has failed in the
     background.
     Remedy: the message names the directory, and what to do. Another directory, on a local disk, always helps.
+    """
+
+
+class TraceError(ShardError):
+    """A training step can't be traced on fake tensors.
+
+    Raised: by :func:`torch_shard.plan.trace_step.trace_step`: a shape depends on values (``nonzero``, ``unique``, a boolean mask
+    as index), an operator or a library needs real memory, a parameter is of a class that has no fake, or the step itself raises.
+    The message has the operator and the line of the user's code; ``__cause__`` is the error. The model is as it was.
+    Remedy: compute what depends on values outside of the step, or in a form of fixed shape.
     """

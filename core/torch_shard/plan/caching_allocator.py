@@ -26,7 +26,7 @@ MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: a request from here on gets a segm
 LARGE_BUFFER = 20 << 20  # large_segment_size: the segment of a smaller request, a page, and max_non_split_rounding_size
 ROUND_LARGE = 2 << 20  # kRoundLarge: to which segments of their own size are rounded up
 
-_UNLIMITED = 1 << 60  # bytes; beyond any device
+_UNLIMITED = 1 << 50  # bytes; beyond any device, and few enough for many address ranges of that size
 # A free block is known by one integer, its size above its address, so that integers sort as (size, address) do. Comparing
 # these is several times as fast as comparing tuples.
 _ADDRESS_BITS = 64
@@ -101,7 +101,7 @@ class Block:
 class CachingAllocator:
     """The allocator of one device. It takes no memory itself.
 
-    A call takes O(log n) comparisons for n free blocks of the stream, and about a microsecond.
+    A call takes O(log n) comparisons for n free blocks of the stream, and a few microseconds.
 
     Attributes:
         allocated: the bytes of live blocks, as `torch.cuda.memory_allocated()`.
@@ -196,9 +196,7 @@ class CachingAllocator:
         address = block.address
         if self._live.get(address) is not block:
             if block.size:
-                raise ValueError(
-                    f"the block of {block.requested} bytes at {address:#x} is not allocated here, or not any more"
-                )
+                raise _not_live(block)
             return
         del self._live[address]
         self.allocated -= block.size
@@ -209,7 +207,13 @@ class CachingAllocator:
             self._merge(block._pool, address, block.size)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Note that another stream uses a block, as `torch.Tensor.record_stream` does."""
+        """Note that another stream uses a block, as `torch.Tensor.record_stream` does.
+
+        Raises:
+            ValueError: the block is no live block of this allocator.
+        """
+        if block.size and self._live.get(block.address) is not block:
+            raise _not_live(block)
         if stream != block.stream:
             block._uses = (block._uses or set()) | {stream}
 
@@ -258,14 +262,8 @@ class CachingAllocator:
 
     def _new_pool(self, small: bool, stream: int) -> _Pool:
         # should_split: in the large pool the remainder must be larger than kSmallSize.
-        fine = small or self._expandable
-        pool = _Pool(
-            stream,
-            small,
-            SMALL_BUFFER if small else LARGE_BUFFER,
-            MIN_BLOCK_SIZE if fine else SMALL_SIZE + MIN_BLOCK_SIZE,
-        )
-        self._pools[small][stream] = pool
+        least = MIN_BLOCK_SIZE if small or self._expandable else SMALL_SIZE + MIN_BLOCK_SIZE
+        pool = self._pools[small][stream] = _Pool(stream, small, SMALL_BUFFER if small else LARGE_BUFFER, least)
         return pool
 
     def _cached(self, pool: _Pool, size: int) -> int | None:
@@ -274,18 +272,19 @@ class CachingAllocator:
         i = bisect_left(keys, size << _ADDRESS_BITS)
         if i == len(keys):
             return None
-        if self._expandable:
-            # A block at the end of what is mapped counts as large as it can grow, so that others are used up first.
-            while i + 1 < len(keys) and self._expandable_size(pool, keys[i + 1]) < self._expandable_size(pool, keys[i]):
-                i += 1
         key = keys[i]
-        found = key >> _ADDRESS_BITS
+        end = (key & _ADDRESS) + (key >> _ADDRESS_BITS)
+        if end in pool.unmapped:
+            # A block that can grow counts as large as it can become, so that others are used up first.
+            while i + 1 < len(keys) and _grown(pool, keys[i + 1]) < _grown(pool, keys[i]):
+                i += 1
+            key = keys[i]
+            end = (key & _ADDRESS) + (key >> _ADDRESS_BITS)
         # A block from max_split_size on can't be split: it serves no smaller requests, and no others that would waste much.
+        found = key >> _ADDRESS_BITS
         if found >= self._max_split and (size < self._max_split or found >= size + LARGE_BUFFER):
             return None
-        del keys[i]
-        address = key & _ADDRESS
-        del self._starts[address], self._ends[address + found]
+        del keys[i], self._starts[key & _ADDRESS], self._ends[end]
         return key
 
     def _new(self, pool: _Pool, size: int) -> int | None:
@@ -330,16 +329,19 @@ class CachingAllocator:
 
     def _merge(self, pool: _Pool, address: int, size: int) -> None:
         """Make a free block, merged with the free blocks on both sides (`free_block`, `try_merge_blocks`)."""
-        before = self._ends.get(address)
-        if before is not None:
-            self._remove(pool, address - before, before)
+        keys, starts, ends = pool.keys, self._starts, self._ends
+        end = address + size
+        if address in ends:
+            before = ends.pop(address)
             address -= before
-            size += before
-        after = self._starts.get(address + size)
-        if after is not None:
-            self._remove(pool, address + size, after)
-            size += after
-        self._insert(pool, address, size)
+            del keys[bisect_left(keys, before << _ADDRESS_BITS | address)]
+        if end in starts:
+            after = starts.pop(end)
+            del keys[bisect_left(keys, after << _ADDRESS_BITS | end)]
+            end += after
+        # What began here or ended there, if it was free, gets its new size.
+        starts[address] = ends[end] = size = end - address
+        insort(keys, size << _ADDRESS_BITS | address)
 
     def _insert(self, pool: _Pool, address: int, size: int) -> None:
         insort(pool.keys, size << _ADDRESS_BITS | address)
@@ -376,11 +378,6 @@ class CachingAllocator:
         return released >= wanted
 
     # Expandable segments. A segment is a range of addresses larger than the device's memory, of which some pages are mapped.
-
-    def _expandable_size(self, pool: _Pool, key: int) -> int:
-        size = key >> _ADDRESS_BITS
-        end = (key & _ADDRESS) + size
-        return size + pool.unmapped.get(end, end) - end
 
     def _map(self, pool: _Pool, size: int) -> int | None:
         """Map pages beside free memory until a block fits the request (`try_allocate_expandable_block`, `map_block`).
@@ -431,6 +428,19 @@ class CachingAllocator:
         self.reserved -= last - first
         begin = next((start for start, end in pool.unmapped.items() if end == first), first)
         pool.unmapped[begin] = pool.unmapped.pop(last, last)
+
+
+def _grown(pool: _Pool, key: int) -> int:
+    """Return how large a free block is with the unmapped memory behind it."""
+    size = key >> _ADDRESS_BITS
+    end = (key & _ADDRESS) + size
+    return size + pool.unmapped.get(end, end) - end
+
+
+def _not_live(block: Block) -> ValueError:
+    return ValueError(
+        f"the block of {block.requested} bytes at {block.address:#x} is not allocated here, or not any more"
+    )
 
 
 def _mib(nbytes: int) -> str:
