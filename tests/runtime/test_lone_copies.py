@@ -80,3 +80,60 @@ def test_a_rank_that_reads_one_copy_does_not_meet_one_that_reads_another(
         if rank == 0 and ours is copies[0][0]:
             for other in range(1, dist.get_world_size()):
                 dist.send(torch.zeros(1), other)
+
+
+@pytest.mark.parametrize("makers", ["all ranks", "one rank"])
+@ranks(2)
+def test_a_copy_does_not_have_what_was_loaded_into_the_original_since(rank: int, makers: str) -> None:
+    sharded, engine, plain = made(timeout=4.0, alone_after=0.1)
+    state = {key: value.clone() for key, value in plain.state_dict().items()}
+    engine.load_state_dict(state)
+    mine = copy.deepcopy(sharded) if makers == "all ranks" or rank == 0 else None
+    engine.load_state_dict({key: value * 2 if value.is_floating_point() else value for key, value in state.items()})
+    if rank != 0:
+        time.sleep(1.5)
+    elif makers == "all ranks":
+        same(values(mine), values(plain))
+    else:
+        with pytest.raises(DivergenceError, match="no such model"):
+            values(mine)
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_copy_keeps_the_full_tensors_that_its_rank_has_put_in(rank: int) -> None:
+    sharded, _, plain = made(alone_after=0.1)
+    found = []
+    for model in (sharded, plain) if rank == 0 else ():
+        before = [p.detach().clone() for p in model.parameters()]
+        average = [torch.full(p.shape, 0.5) for p in model.parameters()]
+        for p, value in zip(model.parameters(), average, strict=True):
+            p.data.copy_(value)
+        mine = copy.deepcopy(model)
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.data.copy_(value)
+        for value in average:
+            value.fill_(7)  # for the next one
+        found.append(values(mine))
+    if found:
+        same(*found)
+    dist.barrier()
+
+
+@ranks(2)
+def test_copies_of_a_model_that_one_rank_has_edited_differ_between_the_ranks(rank: int) -> None:
+    sharded, _, plain = made(alone_after=0.5)
+    found = []
+    for model in (sharded, plain):
+        before = [p.detach().clone() for p in model.parameters()]
+        average = [torch.full(p.shape, 0.5) for p in model.parameters()]
+        if rank == 0:
+            for p, value in zip(model.parameters(), average, strict=True):
+                p.data.copy_(value)
+        mine = copy.deepcopy(model)
+        if rank == 0:
+            for p, value in zip(model.parameters(), before, strict=True):
+                p.data.copy_(value)
+        found.append(values(mine))
+    same(*found)
+    dist.barrier()

@@ -116,7 +116,7 @@ class Comparisons:
             self._error = error  # this rank has destroyed the process groups: nobody can be met any more
             return False
         if not reads or self.service is None or self._come(pending, alone_after, watchdog.timeout):
-            self._end(pending)
+            pending.wait()
             return True
         if self._error is None:
             self._left, self._owed = pending, pending.number
@@ -135,6 +135,7 @@ class Comparisons:
         else:
             with service.lock:
                 number = service.issued = channel.count()
+                service.reads = purpose is Purpose.READS
                 if purpose is Purpose.WORKS:
                     service.joined = number
                 flags[LEFT] = service.promised >= number
@@ -142,9 +143,8 @@ class Comparisons:
         work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
         return Pending(watchdog, channel, number, what, work)
 
-    def _end(self, pending: Pending) -> None:
-        """Wait until all ranks have come."""
-        pending.wait()
+    def met(self) -> None:
+        """Note that all ranks have come to one operation, none of them to go on alone."""
         if self.service is not None:
             self.service.met()
 
@@ -172,7 +172,7 @@ class Comparisons:
             try:
                 if self._left is not None:
                     self._end_left(pending.what)
-                self._end(pending)
+                pending.wait()
             except BaseException:
                 then(False)
                 raise
@@ -197,7 +197,10 @@ class Comparisons:
         """
         self.finish()
         owed, self._owed = self._owed, 0
-        if not owed or self.partners is None:
+        if self.partners is None or self.service is None:
+            return
+        self.service.reads = False  # this rank reads the present version no more
+        if not owed:
             return
         deadline = time.monotonic() + seconds
         with contextlib.suppress(MissingRankError):  # who is gone does not come
@@ -205,8 +208,10 @@ class Comparisons:
                 place = ""
                 while rank != self.partners.rank and time.monotonic() < deadline:
                     found = self.partners.ask(rank, ask="presence")
-                    stays = found["place"] and found["place"] == place
-                    if found["issued"] > owed or found["left"] or stays:
+                    reads = found["reads"]  # perhaps the first of several that this rank has made already
+                    came = found["issued"] > owed and not reads
+                    stays = found["place"] == place != "" and not (reads and place.startswith("torch_shard."))
+                    if came or stays or found["left"] or rank in self.service.awaited:
                         break
                     place = found["place"]
                     time.sleep(_LOOK)
@@ -232,8 +237,10 @@ class Comparisons:
             late = time.monotonic() > begin + alone_after or self._error is not None
             for rank in list(missing):
                 place = places.get(rank, "")
+                # It does not come, either, while it waits for a change that this rank makes only behind this read.
+                insist = late or (self.service is not None and rank in self.service.awaited)
                 answer = self.partners.ask(
-                    rank, ask="whereabouts", comparison=pending.number, insist=late, sure=sure, place=place
+                    rank, ask="whereabouts", comparison=pending.number, insist=insist, sure=sure, place=place
                 )
                 places[rank] = answer["place"]
                 if answer["state"] == "away":

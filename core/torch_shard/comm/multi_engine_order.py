@@ -47,6 +47,7 @@ class EngineOrder:
 
         Copying is not collective: one rank alone may make a copy, so the copies are not counted as the engines are.
         """
+        line = line.rpartition("/")[2]  # folders may differ between hosts
         self._copies[original, line] += 1
         return f"a copy of {original}, made at {line} ({self._copies[original, line]})"
 

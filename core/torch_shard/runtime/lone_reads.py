@@ -41,6 +41,7 @@ class LoneReads:
         self._open: contextlib.ExitStack | None = None
         self.reading: Reading | None = None
         self._units: list[Unit] = []  # those that are unsharded for the running read
+        self._held = False  # forwards don't end the running read
         self._reported: set[str] = set()  # lines that the log has named
         self.count = self.bytes_read = 0
 
@@ -153,14 +154,25 @@ class LoneReads:
         unit.reshard()
         self._runtime.schedule.gathered.pop(unit.index, None)
 
+    def end_forward(self) -> None:
+        """End what a forward has read, and the read itself, unless something around the forward goes on with it."""
+        if self._held and not torch.is_grad_enabled():
+            self._free_units()
+        else:
+            self.end()
+
+    def _free_units(self) -> None:
+        for unit in self._units:
+            self._free(unit)
+        self._units = [unit for unit in self._units if unit.state is not State.SHARDED]
+
     def end(self) -> None:
         """End the running lone read, if there is one."""
         if self._open is None:
             return
         stack, self._open = self._open, None
         try:
-            for unit in self._units:
-                self._free(unit)
+            self._free_units()
         finally:
             self._units = []
             self.bytes_read += self.reading.bytes_read if self.reading is not None else 0
@@ -176,7 +188,17 @@ class LoneReads:
         with self.until_end():
             if self._open is None:
                 self._begin(what)
-            yield self.reading
+            with self.held():
+                yield self.reading
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Return a context in which the ends of forwards don't end the lone read that is running now, if there is one."""
+        outer, self._held = self._held, self._open is not None
+        try:
+            yield
+        finally:
+            self._held = outer
 
     @contextlib.contextmanager
     def until_end(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch import nn
 from ..comm.work import caller_line
 from ..errors import DivergenceError, UnitStateError
 from ..shard_tensor.dtensor_classes import gathered_parameter
+from ..shard_tensor.function_call import FunctionCall
 from ..shard_tensor.function_sets import SCALARS, creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
@@ -63,32 +64,30 @@ class OnDemand:
         self,
         unit: Unit,
         param: ShardTensor,
-        func: Any,
+        call: FunctionCall,
         local_ok: bool,
         dtypes: frozenset[torch.dtype],
-        edits: bool,
     ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`, usually the unsharded parameter; None for the shards.
+        """Return what the function of `call` computes with in place of `param`, usually the unsharded parameter.
 
-        Collective where the unit is not unsharded yet.
+        None for the shards. Collective where the unit is not unsharded yet.
 
         Args:
             unit: the unit that holds `param`.
             param: an operand.
-            func: the operation.
+            call: the operation.
             local_ok: the operation gives the right result on shards, too.
             dtypes: the dtypes of the operands that are not sharded.
-            edits: the operation writes to `param`.
         """
         try:
-            return self._begin(unit, param, func, local_ok, dtypes, edits)
+            return self._begin(unit, param, call, local_ok, dtypes)
         except BaseException:
             if not self.runtime.forwards.running:
                 self.runtime.session.end_read()
             raise
 
     def _begin(
-        self, unit: Unit, param: ShardTensor, func: Any, local_ok: bool, dtypes: frozenset[torch.dtype], edits: bool
+        self, unit: Unit, param: ShardTensor, call: FunctionCall, local_ok: bool, dtypes: frozenset[torch.dtype]
     ) -> torch.Tensor | None:
         self.check_copies()
         if unit.is_summoned:
@@ -97,11 +96,11 @@ class OnDemand:
         if runtime.forwards.depth:
             runtime.forwards.leave_interrupted()
         inside, recording = runtime.forwards.running, torch.is_grad_enabled()
-        name = getattr(func, "__name__", "")
+        name, edits = getattr(call.func, "__name__", ""), call.target is param
         # Without gradients the shards will do, unless the unit's own forward runs: that computes with the unsharded
         # parameter, which has to be edited itself.
         if local_ok and not recording and not unit.installed:
-            return None if edits else self._scalar(unit, param, name, recording=False)
+            return None if edits else self._scalar(unit, param, call, recording=False)
         # Before and after a forward the unit is resharded as soon as the function has returned, so that an address of the
         # unsharded parameter must not be handed out.
         if not unit.installed and not inside and exposes_memory(name):
@@ -114,7 +113,7 @@ class OnDemand:
         averaged = unit.collectives.topology.replicas > 1
         replicated = differentiable and (averaged or not (unit.sharded or unit.gathers))
         if local_ok and not (inside or hooked or replicated):
-            return None if edits else self._scalar(unit, param, name, differentiable)
+            return None if edits else self._scalar(unit, param, call, differentiable)
         if not runtime.is_ready:
             # Set-up lets a model on meta initialise shards, and full parameters where this error is raised.
             raise gather_error(param, name)
@@ -144,7 +143,7 @@ class OnDemand:
 
     def _stored(self, unit: Unit, flat: FlatBuffer, index: int, edits: bool) -> torch.Tensor:
         """Return the unsharded parameter with its stored values, where modules compute with others. Collective."""
-        text = f"gathers the stored values of unit {unit.name!r}"
+        text = f"gathers the stored values of unit {unit.name!r} with {flat.layout.slots[0].name}"
         note = zlib.crc32(text.encode()), text
         if edits:
             self.runtime.lone.refuse(f"an edit of {flat.layout.slots[index].name}")
@@ -160,14 +159,14 @@ class OnDemand:
 
     @contextlib.contextmanager
     def alone(
-        self, unit: Unit, what: str, recording: bool, known: bool
+        self, unit: Unit, what: str, recipe: int, recording: bool, known: bool
     ) -> Iterator[Callable[[ShardTensor], torch.Tensor] | None]:
         """Return a context in which this rank alone reads parameters of the model; see :func:`.derivation.reading`.
 
         It yields a function that returns a parameter's full stored values, in new memory, or None where all ranks read.
         """
         with self.runtime.lone.until_end():
-            lone = self._is_lone(unit, what, recording, known)
+            lone = self._is_lone(unit, what, recipe, recording, known)
             yield (lambda param: self._read_parameter(param, recording)) if lone else None
 
     @contextlib.contextmanager
@@ -186,26 +185,28 @@ class OnDemand:
         full = read_parameter(flat, index, self.runtime.reading)
         return self._without_backward(full, flat, index) if recording and param.requires_grad else full
 
-    def _scalar(self, unit: Unit, param: ShardTensor, name: str, recording: bool) -> torch.Tensor | None:
+    def _scalar(self, unit: Unit, param: ShardTensor, call: FunctionCall, recording: bool) -> torch.Tensor | None:
         """Return the full parameter for a reduction to a scalar, where this rank alone makes it; None where all ranks do, on
         their shards, and for any other function."""
-        if name not in SCALARS or not self._is_lone(unit, f"{name} of {param._spec.name}", recording):
+        text = f"{call.name} of {param._spec.name}"
+        if call.name not in SCALARS or not self._is_lone(unit, text, call.recipe, recording):
             return None
         flat, index = unit.find(param)
         return self._read_alone(flat, index, recording)
 
-    def _is_lone(self, unit: Unit, text: str, recording: bool, known: bool = True) -> bool:
+    def _is_lone(self, unit: Unit, text: str, recipe: int, recording: bool, known: bool = True) -> bool:
         """Return True if this rank alone makes a small read, of which `text` says what it reads. Collective otherwise.
 
-        `known`: this rank can read the values alone; else it is an error if it does.
+        `recipe`: see :attr:`.FunctionCall.recipe`; what ranks read together must be the same. `known`: this rank can read the
+        values alone; else it is an error if it does.
         """
         runtime = self.runtime
         if not (unit.sharded and runtime.is_ready) or graph_task() != -1:
             return False
         if runtime.forwards.running and not runtime.lone.running:
             return False  # all ranks run this forward
-        note = zlib.crc32(text.encode()), text
-        return runtime.meet(text, [note], sure=recording, alone=known) is None
+        noted = f"{text} [{recipe:08x}]"
+        return runtime.meet(text, [(zlib.crc32(noted.encode()), noted)], sure=recording, alone=known) is None
 
     def _read_alone(self, flat: FlatBuffer, index: int, recording: bool) -> torch.Tensor:
         """Return the full parameter with its stored values, which this rank alone reads; `recording`: for a graph."""

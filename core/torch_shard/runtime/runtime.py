@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,8 +65,6 @@ class Runtime:
         self.buffers: BufferSync | None = None
         channel = collectives.gather_channel
         self.engine_order = EngineOrder() if channel is None else channel.groups.engine_order
-        # This rank's sequence of operations, which the ranks compare. Its `number` identifies the engine among those over the
-        # same groups; it is 0 for a deep copy before its first forward.
         self.operations = OperationSequence(collectives, self.engine_order)
         self.require_sync = True
         self.reduces_each = False  # each backward reduces, also while `require_sync` is False: no_sync(hold=False)
@@ -145,7 +144,8 @@ class Runtime:
         versions, edits = self.versions, self.versions.edits
         own = edits.known()
         digest = edits.digest if own is None else edits.base
-        found = ModelVersion(self.operations.model, versions.finished, digest, versions.line, own or {})
+        count = versions.restarts, versions.finished
+        found = ModelVersion(self.operations.model, *count, digest, versions.line, own or {})
         return [found] if self.copied_from is None or versions.changed else [self.copied_from, found]
 
     @property
@@ -157,9 +157,12 @@ class Runtime:
         other = Runtime(self.config, self.collectives, self.host)
         memo[id(self)] = other
         other.ready()
-        source = other.copied_from = self.sources()[0]
-        original = f"{source.key} after {source.finished} changes"
-        other._take_name(self.engine_order.name_of_copy(original, caller_line()))
+        source = self.sources()[0]
+        # The script may edit the tensors that it has put into the model, but not those of the copy.
+        own = {name: value.clone() for name, value in source.own.items()}
+        other.copied_from = replace(source, own=own)
+        version = f"{source.restarts}.{source.finished}.{self.versions.edits.digest:x}"
+        other._take_name(self.engine_order.name_of_copy(f"{source.key} in version {version}", caller_line()))
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook

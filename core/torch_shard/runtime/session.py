@@ -31,7 +31,7 @@ class Session:
     def begin_model(self) -> None:
         """Prepare for a forward of the root module, which opens a session of its own at its first unshard. Not collective."""
         runtime = self._runtime
-        runtime.lone.end()
+        runtime.lone.end_forward()
         self._was_open = self.is_open and not torch.is_grad_enabled()
         self.is_open = False
         if torch.is_grad_enabled():
@@ -46,7 +46,7 @@ class Session:
 
     def end_read(self) -> None:
         """End a read of the model, by all ranks or by this one alone. Not collective."""
-        self._runtime.lone.end()
+        self._runtime.lone.end_forward()
         self.is_open, self._was_open = self._was_open, False
 
     def close(self) -> None:

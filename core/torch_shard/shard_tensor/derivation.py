@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import torch
 
 from .changes import is_current_copy
 from .full_tensor import full_tensors
-from .function_call import FunctionCall
+from .function_call import FunctionCall, recipe_of
 from .function_sets import LISTS
 from .tensor import ShardTensor
 
@@ -50,11 +51,12 @@ class Derivation:
         calls: how many calls lie between parameters and the tensor.
     """
 
-    __slots__ = ("_model", "_versions", "call", "calls", "unit_ref")
+    __slots__ = ("_model", "_recipe", "_versions", "call", "calls", "unit_ref")
 
     def __init__(self, unit_ref: weakref.ref[Any], call: FunctionCall | None = None) -> None:
         self.unit_ref, self.call, self.calls = unit_ref, call, 1
         self._model: Any = None
+        self._recipe: int | None = None
         self._versions: list[tuple[torch.Tensor, int]] = []  # what must not be edited meanwhile
 
     @property
@@ -75,6 +77,13 @@ class Derivation:
             self.call = None
             return
         self._versions = [(t, t._version) for t in local]
+
+    @property
+    def recipe(self) -> int:
+        """See :attr:`.FunctionCall.recipe`; 0 if the call is not known."""
+        if self._recipe is None:  # made once: many calls may lie between parameters and the tensor
+            self._recipe = 0 if self.call is None else self.call.recipe
+        return self._recipe
 
     @property
     def is_current(self) -> bool:
@@ -127,7 +136,9 @@ def unit_of_origin(tensor: ShardTensor) -> UnitPort | None:
 
 
 @contextlib.contextmanager
-def reading(tensors: Iterable[Any], what: str, recording: bool = False) -> Iterator[Read | None]:
+def reading(
+    tensors: Iterable[Any], what: str, recording: bool = False, call: FunctionCall | None = None
+) -> Iterator[Read | None]:
     """Return a context in which this rank alone reads parameters in full, with the function that it yields; None where all do.
 
     Collective, unless this rank reads alone.
@@ -136,6 +147,7 @@ def reading(tensors: Iterable[Any], what: str, recording: bool = False) -> Itera
         tensors: parameters, and tensors that were computed from some, whose full values will be wanted.
         what: the operation, for messages; the same on all ranks.
         recording: the result may be part of a graph.
+        call: what is computed of the tensors, if not all of their values are wanted.
 
     Raises:
         DivergenceError: this rank is alone, and can't compute one of the tensors anew.
@@ -146,7 +158,8 @@ def reading(tensors: Iterable[Any], what: str, recording: bool = False) -> Itera
         yield None
         return
     known = all(_is_known(t, unit) for t in sharded)
-    with unit.runtime.on_demand.alone(unit, what, recording, known) as read:
+    recipe = zlib.crc32(repr(recipe_of(sharded)).encode()) if call is None else call.recipe
+    with unit.runtime.on_demand.alone(unit, what, recipe, recording, known) as read:
         yield read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..utils.pytree import replace
 from .function_sets import IN_PLACE_OPERATORS
 from .tensor import ShardTensor
 
-__all__ = ["FunctionCall", "name_of"]
+__all__ = ["FunctionCall", "name_of", "recipe_of"]
 
 
 def name_of(func: Any) -> str:
@@ -56,6 +57,14 @@ class FunctionCall:
             return self.args[0] if self.args else None
         return None
 
+    @property
+    def recipe(self) -> int:
+        """A number that tells apart what functions compute: with which arguments, of what was computed from parameters and how.
+
+        It is equal on ranks that make one call. Of plain tensors it knows the shape and dtype only.
+        """
+        return zlib.crc32(repr((self.name, recipe_of(self.args), recipe_of(self.kwargs))).encode())
+
     def at(self, position: int) -> FunctionCall:
         """Return the call of a function of lists for one position of these, with lists of one element."""
         args: Any = [a[position : position + 1] if isinstance(a, (list, tuple)) else a for a in self.args]
@@ -67,6 +76,23 @@ class FunctionCall:
         found = {id(t): other for t, other in zip(originals, replacements, strict=True)}
         args, kwargs = replace((self.args, self.kwargs), found)
         return self.func(*args, **kwargs)
+
+
+def recipe_of(value: Any) -> Any:
+    """Return what tells `value` apart from other arguments, by its ``repr`` on all ranks; see :attr:`FunctionCall.recipe`."""
+    if isinstance(value, ShardTensor):
+        state = value._shard_state
+        made = None if state.origin is None else state.origin.recipe
+        return value._spec.name, str(value.dtype), made, state.copied_from is not None
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, dict):
+        return {key: recipe_of(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [recipe_of(each) for each in value]
+    if isinstance(value, str):
+        return value.partition(":")[0]  # the number of a device is a rank's own
+    return repr(value) if isinstance(value, (bool, int, float, complex, torch.dtype)) else type(value).__name__
 
 
 def _collect(values: Iterable[Any], found: list[Any]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..comm.collectives import Collectives
     from ..comm.one_sided.partners import ShardPart
     from ..comm.one_sided.versions import Versions
+    from .function_call import FunctionCall
     from .tensor import ShardTensor
 
 __all__ = ["OnDemandPort", "OptimizerStatesPort", "RuntimePort", "UnitPort"]
@@ -113,23 +114,23 @@ class OnDemandPort(Protocol):
         self,
         unit: Any,
         param: ShardTensor,
-        func: Any,
+        call: FunctionCall,
         local_ok: bool,
         dtypes: frozenset[torch.dtype],
-        edits: bool,
     ) -> torch.Tensor | None:
-        """Return what `func` computes with in place of `param`; None for the shards.
+        """Return what the function of `call` computes with in place of `param`; None for the shards.
 
-        `local_ok`: the operation gives the right result on shards, too. `dtypes`: of the operands that are not sharded;
-        empty unless the unit :attr:`casts <UnitPort.casts>`. `edits`: the operation writes to `param`.
+        `local_ok`: the function gives the right result on shards, too. `dtypes`: of the operands that are not sharded; empty
+        unless the unit :attr:`casts <UnitPort.casts>`.
         """
 
     def alone(
-        self, unit: Any, what: str, recording: bool, known: bool
+        self, unit: Any, what: str, recipe: int, recording: bool, known: bool
     ) -> contextlib.AbstractContextManager[Callable[[ShardTensor], torch.Tensor] | None]:
         """Return a context with what reads a parameter in full, if this rank alone reads; with None where all ranks do.
 
-        `known`: parameters are all that is wanted; else only all ranks together can read.
+        `recipe`: see :attr:`.FunctionCall.recipe`. `known`: parameters are all that is wanted; else only all ranks together can
+        read.
         """
 
     def alone_for_file(

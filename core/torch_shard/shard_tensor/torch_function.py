@@ -138,7 +138,7 @@ def _run(call: FunctionCall) -> Any:
         return _on_full_tensors(call)
     if name in SCALARS and (derived or any(isinstance(t, ShardTensor) and t._shard_state.copied_from for t in tensors)):
         what, recording = f"{name} of what was computed from {_names_of(tensors)}", _records(tensors)
-        with derivation.reading(tensors, what, recording) as read:
+        with derivation.reading(tensors, what, recording, call) as read:
             if read is not None:
                 return derivation.on_full_values(call, read)
     try:
@@ -395,7 +395,7 @@ def _on_demand(call: FunctionCall) -> Any:
                 local_ok = _shards_suffice(call)
             others = (o for o in call.tensors if not isinstance(o, ShardTensor))
             dtypes = frozenset(o.dtype for o in others) if unit.casts else frozenset()
-            param = unit.runtime.on_demand.begin(unit, t, call.func, local_ok, dtypes, call.target is t)
+            param = unit.runtime.on_demand.begin(unit, t, call, local_ok, dtypes)
             if param is None:
                 continue
             asked.append(unit)

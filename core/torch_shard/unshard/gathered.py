@@ -64,7 +64,8 @@ def gathered(
             agree(runtime, what, key, error)
         else:
             met(runtime, what, key, error)
-        yield from _within(runtime, units, request)
+        with runtime.lone.held():
+            yield from _within(runtime, units, request)
 
 
 def _within(runtime: Runtime, units: list[Unit], request: Request) -> Iterator[None]:

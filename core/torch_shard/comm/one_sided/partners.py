@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,12 +46,14 @@ class ModelVersion:
 
     Attributes:
         key: by which all ranks know the model.
-        finished, digest: the version: how many changes have made it, and the edits since then (see :class:`.Versions`).
+        restarts, finished, digest: the version: how many changes have made it, and the edits since then (see
+            :class:`.Versions`).
         line: the line of user code that has made the latest change.
         own: full values that this rank has in place of those of that version, by the parameters' names.
     """
 
     key: str
+    restarts: int
     finished: int
     digest: int
     line: str
@@ -70,6 +73,7 @@ class Partners:
         self.rank, self.seconds = rank, seconds
         self._addresses = list(addresses)
         self._links: dict[int, socket.socket] = {}
+        self._readers = itertools.count()  # numbers for reads: one may run inside another
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -143,10 +147,10 @@ class Partners:
             MissingRankError: a rank is gone.
         """
         others = [rank for rank in members if rank != self.rank]
-        asked: list[int] = []
+        reader, asked = next(self._readers), []
         try:
-            version = {"finished": model.finished, "digest": model.digest}
-            question = {"ask": "admit", "model": model.key, **version, "seconds": self.seconds, "issued": issued}
+            version = {"model": model.key, "count": (model.restarts, model.finished), "digest": model.digest}
+            question = {"ask": "admit", **version, "reader": reader, "seconds": self.seconds, "issued": issued}
             for rank in others:
                 self.tell(rank, **question)
                 asked.append(rank)
@@ -157,11 +161,11 @@ class Partners:
                 raise
             for rank, answer in answers.items():
                 self._check(rank, answer, model)
-            yield Reading(self, list(members), model)
+            yield Reading(self, list(members), model, reader)
         finally:
             for rank in asked:
                 with contextlib.suppress(MissingRankError):
-                    self.tell(rank, ask="dismiss", model=model.key)
+                    self.tell(rank, ask="dismiss", reader=reader)
 
     def _receive(self, rank: int) -> dict[str, Any]:
         with self._of(rank) as link:
@@ -199,8 +203,8 @@ class Reading:
         bytes_read: how many bytes have come from other ranks.
     """
 
-    def __init__(self, partners: Partners, members: list[int], model: ModelVersion) -> None:
-        self._partners, self._members, self._model = partners, members, model.key
+    def __init__(self, partners: Partners, members: list[int], model: ModelVersion, reader: int) -> None:
+        self._partners, self._members, self._reader = partners, members, reader
         self.own = model.own
         self.bytes_read = 0
 
@@ -214,7 +218,7 @@ class Reading:
         others = [(rank, slot, part) for rank, slot, part in wanted if rank != partners.rank and slot.numel()]
         try:
             for rank, _, part in others:  # all of them prepare at the same time
-                partners.tell(rank, ask="shard", model=self._model, part=asdict(part))
+                partners.tell(rank, ask="shard", reader=self._reader, part=asdict(part))
             for rank, slot, _ in others:
                 with partners._of(rank) as link:
                     self._fill(link, slot, rank)

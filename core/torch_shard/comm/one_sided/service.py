@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +24,9 @@ from ..ports import ShardSource
 from ..work import caller_line
 from . import wire
 from .partners import ShardPart
+
+if TYPE_CHECKING:
+    from .versions import Versions
 
 __all__ = ["Service"]
 
@@ -36,6 +40,21 @@ _WAITS = (
 )
 
 
+@dataclass(eq=False)
+class _Admitted:
+    """A partner's read of one version of a model, which waits no more.
+
+    Attributes:
+        model: the model's key.
+        versions: those of the model, which has gone if another one has this key now.
+        before: see :class:`.Admission`.
+    """
+
+    model: str
+    versions: Versions
+    before: bool = False
+
+
 class Service:
     """Serves the shards of one rank to its partners, for all engines over one set of process groups.
 
@@ -44,8 +63,10 @@ class Service:
         lock: protects :attr:`issued` and :attr:`promised`.
         issued: the number of comparisons that this rank has issued.
         joined: the number of the latest one to which all ranks must come before this rank changes parameters.
+        reads: this rank has come to its latest comparison to read, and may read the same version once more.
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
         served: when a partner was served last, by ``time.monotonic()``.
+        awaited: the ranks that wait for a change which this rank has still to make.
     """
 
     def __init__(self, rank: int) -> None:
@@ -54,11 +75,14 @@ class Service:
         server, self.address = wire.listen()
         self.lock = threading.Lock()
         self.issued = self.promised = self.joined = 0
+        self.reads = False
+        self.awaited: set[int] = set()
         self.served = 0.0
         self._ended = threading.Event()  # the rank's script has ended, or it has left the group
         self._sources: dict[str, weakref.ref[ShardSource]] = {}
         # What is left of models that this rank has dropped since the ranks last met.
         self._left: dict[str, ShardSource] = {}
+        self._gone: set[str] = set()  # the keys of those that were dropped before
         self._offered = threading.Condition()
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
@@ -87,8 +111,13 @@ class Service:
     def met(self) -> None:
         """Note that all ranks have come to a collective: they have dropped what this rank has dropped before it."""
         self._left.clear()
-        for source in self._living():
-            source.met()
+        for key, ref in list(self._sources.items()):
+            source = ref()
+            if source is not None:
+                source.met()
+            elif key not in self._left:  # the garbage collector may run meanwhile
+                self._sources.pop(key, None)
+                self._gone.add(key)
 
     def leave(self) -> list[ShardSource]:
         """Note that the rank's script does not come to another collective; return the models that are served."""
@@ -105,21 +134,24 @@ class Service:
     # -- what a partner may ask ---------------------------------------------------------------------------------
     def converse(self, link: socket.socket) -> None:
         """Answer the questions of one partner until it closes the connection."""
-        admitted: list[Any] = []
+        admitted: dict[int, _Admitted] = {}  # by the numbers that the partner has given its reads
         try:
             hello = wire.receive(link)
             if not hmac.compare_digest(str(hello.get("secret")), self.address.secret):
                 return
             while True:
                 request = wire.receive(link)
-                self._answer(link, request, admitted)
+                self._answer(link, request, admitted, hello["rank"])
         except (OSError, EOFError):
             pass  # the partner is gone, or has closed
         finally:
-            self._dismiss(link, admitted)
+            for each in admitted.values():
+                each.versions.dismiss(each)
             link.close()
 
-    def _answer(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
+    def _answer(
+        self, link: socket.socket, request: dict[str, Any], admitted: dict[int, _Admitted], partner: int
+    ) -> None:
         kind = request["ask"]
         if kind == "whereabouts":
             about = [request[name] for name in ("comparison", "insist", "sure", "place")]
@@ -127,49 +159,55 @@ class Service:
             wire.send(link, {"state": state, "place": place})
         elif kind == "admit":
             with self._offered:  # this rank may still be in the shard() from which the partner has returned
-                self._offered.wait_for(lambda: request["model"] in self._sources, request["seconds"])
+                key = request["model"]
+                self._offered.wait_for(lambda: key in self._sources or key in self._gone, request["seconds"])
             source = self._source(request["model"])
             if source is None:
                 wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
                 return
             self.served = time.monotonic()
-            # The reader comes to no comparison while it waits for the answer.
-            answer = source.versions.admit(
-                link,
-                request["finished"],
-                request["digest"],
-                request["seconds"],
-                lambda: self.joined > request["issued"],
-            )
+            reader = _Admitted(request["model"], source.versions)
+            version = tuple(request["count"]), request["digest"]
+
+            def waits_for_it() -> bool:  # asked while this rank has not made the version yet
+                self.awaited.add(partner)
+                # The reader comes to no comparison while it waits for the answer.
+                return self.joined > request["issued"]
+
+            try:
+                answer = source.versions.admit(reader, *version, request["seconds"], waits_for_it)
+            finally:
+                self.awaited.discard(partner)
             if answer.outcome == "admitted":
-                admitted.append((source, answer.before))
+                reader.before = answer.before
+                admitted[request["reader"]] = reader
             wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
         elif kind == "shard":
             self._send_shard(link, request, admitted)
             self.served = time.monotonic()
         elif kind == "dismiss":
-            leaving = self._source(request["model"])
-            versions = None if leaving is None else leaving.versions
-            self._dismiss(link, [found for found in admitted if found[0].versions is versions])
-            admitted[:] = [found for found in admitted if found[0].versions is not versions]
+            leaving = admitted.pop(request["reader"], None)
+            if leaving is not None:
+                leaving.versions.dismiss(leaving)
         elif kind == "presence":
             line = caller_line(frames_of_threads().get(self._main))
             left = self._ended.is_set()
-            wire.send(link, {"issued": self.issued, "place": self._waits_in(), "left": left, "line": line})
+            known = {"issued": self.issued, "reads": self.reads, "left": left}
+            wire.send(link, {**known, "place": self._waits_in(), "line": line})
         elif kind == "farewell":
             with self._farewell:
                 self.farewells.add(request["sender"])
                 self._farewell.notify_all()
 
-    def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: list[Any]) -> None:
-        source = self._source(request["model"])
+    def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: dict[int, _Admitted]) -> None:
+        reader = admitted.get(request["reader"])
+        source = None if reader is None else self._source(reader.model)
         try:
             # A model that has been dropped since then has left its versions, which readers lock.
-            before = [before for each, before in admitted if source is not None and each.versions is source.versions]
-            if source is None or not before:
+            if reader is None or source is None or source.versions is not reader.versions:
                 raise ShardError("the model is gone there, or may change meanwhile.")
             with torch.inference_mode(False), torch.no_grad():
-                shard = source.shard_to_send(ShardPart(**request["part"]), before[0])
+                shard = source.shard_to_send(ShardPart(**request["part"]), reader.before)
         except Exception as error:  # the reader must hear of it, and this thread must not end
             logger.log(logging.DEBUG, "rank %d can't serve a read: %s", self.rank, error)
             known = isinstance(error, ShardError)
@@ -177,11 +215,6 @@ class Service:
             return
         wire.send(link, {"nbytes": shard.nbytes})
         wire.send_tensor(link, shard)
-
-    @staticmethod
-    def _dismiss(link: socket.socket, admitted: list[Any]) -> None:
-        for source, _ in admitted:
-            source.versions.dismiss(link)
 
     def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str) -> tuple[str, str]:
         """Return what the main thread does, for a partner that waits in a comparison, and where it waits.

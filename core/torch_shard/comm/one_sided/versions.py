@@ -50,7 +50,8 @@ class Versions:
     served by others.
 
     Attributes:
-        finished: how many changes have ended.
+        restarts: how often changes were counted anew, see :meth:`restart`.
+        finished: how many changes have ended since then.
         edits: those since the latest of these.
         tracks_edits: one rank alone may make edits; else they are changes like all others.
         changed: whether there was any since the shards exist.
@@ -71,7 +72,7 @@ class Versions:
         # Waits for ranks that may still come to read the present version.
         self.settle: Callable[[], None] = lambda: None
         self.line = "the start"
-        self.finished = self._restarts = 0
+        self.restarts = self.finished = 0
         self.edits = Edits()
         self.tracks_edits = tracks_edits
         self.changed = False
@@ -79,7 +80,11 @@ class Versions:
     @property
     def present(self) -> tuple[int, int, int]:
         """What no other version of this rank's shards has had, beside edits whose values are known."""
-        return self._restarts, self.finished, self.edits.base
+        return self.restarts, self.finished, self.edits.base
+
+    @property
+    def _count(self) -> tuple[int, int]:
+        return self.restarts, self.finished
 
     @property
     def changing(self) -> bool:
@@ -155,7 +160,7 @@ class Versions:
         find that the others have counted anew, too.
         """
         with self._state:
-            self.finished, self._restarts = 0, self._restarts + 1
+            self.restarts, self.finished = self.restarts + 1, 0
             self.edits.forget()
             self._state.notify_all()
 
@@ -177,30 +182,30 @@ class Versions:
     def note(self) -> tuple[int, str]:
         """Return the present version as an operation to note, by which ranks find that one has made other changes."""
         text = f"{CHANGED}{self.finished} changes of the parameters, the latest at {self.line}"
-        return self.finished ^ self.edits.digest << 8, text
+        return self.finished ^ self.restarts << 20 ^ self.edits.digest << 24, text
 
     # -- readers ------------------------------------------------------------------------------------------------
     def admit(
-        self, reader: object, finished: int, digest: int, seconds: float, waits_for_it: Callable[[], bool]
+        self, reader: object, count: tuple[int, int], digest: int, seconds: float, waits_for_it: Callable[[], bool]
     ) -> Admission:
         """Admit a reader of one version, once the shards have reached it, for at most `seconds`.
 
         Args:
             reader: any object.
-            finished, digest: the version: how many changes have ended, and :attr:`.Edits.digest` or :attr:`.Edits.base`.
+            count, digest: the version: :attr:`restarts` and :attr:`finished`, and :attr:`.Edits.digest` or :attr:`.Edits.base`.
             seconds: the longest time to wait.
             waits_for_it: whether this rank now waits for the reader's rank, so that it makes no more changes until then.
         """
         deadline, edits = time.monotonic() + seconds, self.edits
         with self._state:
-            while self.finished < finished or (
-                self.finished == finished and (self._edits_only or digest not in (edits.base, edits.digest))
+            while self._count < count or (
+                self._count == count and (self._edits_only or digest not in (edits.base, edits.digest))
             ):
                 left = deadline - time.monotonic()
                 if left <= 0 or waits_for_it():
                     return Admission("behind" if left <= 0 else "stuck", self.finished, self.line)
                 self._state.wait(min(left, _LOOK))
-            if self.finished > finished or self._depth:
+            if self._count > count or self._depth:
                 return Admission("ahead", self.finished, self.line)
             self._readers.add(reader)
             return Admission("admitted", self.finished, self.line, digest != edits.digest)
