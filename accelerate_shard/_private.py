@@ -10,7 +10,7 @@ Attributes of Accelerate's own objects that the front end reads or writes, and w
   ``device_placement=False``;
 - ``Accelerator._save_model_state_pre_hook`` and ``_load_model_state_pre_hook``: hooks of ``save_state`` and ``load_state``;
 - ``accelerate.checkpointing``: writes and reads everything of a checkpoint but models and optimizers;
-- ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns;
+- ``<object>._is_accelerate_prepared``: set by ``prepare`` on what it returns, and true where it need not be prepared again;
 - ``LocalSGD.__enter__``: asks the model for ``no_sync``, which a plain module has not, and the Accelerator for nothing that
   could refuse; see :func:`refuse_local_sgd`;
 - ``PeftModel.peft_config`` by adapter, ``prompt_encoder`` of prompt learning, and that ``merge_and_unload`` and its like are

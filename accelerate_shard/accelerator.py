@@ -40,7 +40,7 @@ from .coordination.waiting import barrier, each
 from .models import methods, outside_autocast
 from .models.checks import check_model, check_optimizer, not_for_local_sgd
 from .models.placement import before_sharding, left_behind
-from .models.unwrap import engine_of, engines_of, inner
+from .models.unwrap import engine_of, engines_of, inner, mark_prepared
 from .settings.from_ddp_kwargs import config_with, register_hook
 from .settings.layers import checkpointed_layers, with_layer_units
 from .settings.plugin import ShardPlugin
@@ -116,7 +116,11 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         else:
             check()
         with _lists_restored(self):
-            return super().prepare(*args, device_placement=device_placement)
+            prepared = super().prepare(*args, device_placement=device_placement)
+        for model in self._models:
+            if getattr(model, "_is_accelerate_prepared", False) is True:
+                mark_prepared(model)
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -142,6 +146,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
                 self._shard(inner(model), config)
             # It is not moved, for sharding did that unit by unit, and not wrapped, which is what evaluation_mode means there.
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        mark_prepared(prepared)
         return prepared
 
     def _check(self, model: nn.Module) -> None:

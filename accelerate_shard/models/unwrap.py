@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +13,7 @@ from torch_shard import Engine
 
 from .._private import compiled_inner as inner
 
-__all__ = ["engine_of", "engines_of", "inner"]
+__all__ = ["engine_of", "engines_of", "inner", "mark_prepared"]
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -25,3 +27,29 @@ def engine_of(model: nn.Module) -> Engine | None:
 def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
     """Return the engines of those of `models` that are sharded, in their order. Not collective."""
     return [engine for engine in map(engine_of, models) if engine is not None]
+
+
+class _Prepared:
+    """Accelerate's mark of a prepared model, which is true as long as the model is sharded.
+
+    Under DDP the wrapper has it, and is not saved with the user's module. Here that module has it, and a program that loads the
+    module, or has closed its engine, must be able to prepare it again.
+    """
+
+    in_plain_module = None  # it is left out of a pickle
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # weak, so that models are no reference cycles
+
+    def __bool__(self) -> bool:
+        model = self._model()
+        return model is not None and engine_of(model) is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Prepared:
+        model: Any = self._model()
+        return _Prepared(memo.get(id(model), model))
+
+
+def mark_prepared(model: nn.Module) -> None:
+    """Put a mark of ours in the place of the one that Accelerate has set on a prepared model. Not collective."""
+    model._is_accelerate_prepared = _Prepared(inner(model))  # type: ignore[assignment]

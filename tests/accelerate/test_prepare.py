@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.accelerators import BOTH, OURS, STOCK, accelerator, engine_of
@@ -189,6 +190,23 @@ def test_a_model_trains_on_after_free_memory_forgot_it():
             again, optimizer, data = acc.prepare(plain, sgd(plain.parameters()), loader())
             results.append(steps(acc, again, optimizer, data))
     assert_same(results[1], results[0])
+
+
+@ranks(2)
+def test_a_model_that_was_saved_whole_or_closed_is_prepared_anew_by_stock_accelerate(tmp_path):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        for name in ("sharded", "closed"):
+            if name == "closed":
+                engine_of(model).close()
+            if acc.is_main_process:
+                torch.save(acc.unwrap_model(model), tmp_path / name)
+            acc.wait_for_everyone()
+    with accelerator(STOCK) as acc:
+        loaded = [torch.load(tmp_path / name, weights_only=False) for name in ("sharded", "closed")]
+        for plain in (*loaded, model):
+            assert isinstance(acc.prepare(plain), DistributedDataParallel)
+        assert not any("_is_accelerate_prepared" in vars(plain) for plain in loaded)
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
