@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,8 +28,23 @@ else:
 __all__ = ["StateMixin"]
 
 
-def _full(leaf: Any) -> Any:
-    return read_alone(leaf) if isinstance(leaf, ShardTensor) else leaf
+def _is_state_dict(obj: Any) -> bool:
+    return type(obj) is OrderedDict and hasattr(obj, "_metadata")
+
+
+def _full(obj: Any, seen: dict[Any, Any]) -> Any:
+    """Return `obj` with full tensors in the place of sharded ones; `seen`: see :func:`torch_shard.frontend.read_alone`."""
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, ShardTensor):
+            return read_alone(leaf, seen)
+        if not _is_state_dict(leaf):
+            return leaf
+        found: Any = OrderedDict((key, _full(value, seen)) for key, value in leaf.items())
+        found._metadata = leaf._metadata  # versions of the modules' own formats, which tree_map would lose
+        return found
+
+    return tree_map(replaced, obj, is_leaf=_is_state_dict)
 
 
 class StateMixin(_Base):  # type: ignore[misc]
@@ -92,7 +108,7 @@ class StateMixin(_Base):  # type: ignore[misc]
             each_node = self.project_configuration.save_on_each_node
             if not (self.is_local_main_process if each_node else self.is_main_process):
                 return
-            obj = tree_map(_full, obj)
+            obj = _full(obj, {})
         super().save(obj, f, safe_serialization=safe_serialization)
 
     # -- everything -------------------------------------------------------------------------------------------------

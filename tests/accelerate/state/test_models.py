@@ -151,6 +151,34 @@ def test_save_writes_full_parameters_and_plain_modules(safe, tmp_path):
         assert not differ(*found)
 
 
+@pytest.mark.parametrize("safe", [False, True])
+@ranks(2)
+def test_save_writes_tied_weights_once_and_the_versions_of_modules(safe, tmp_path):
+    tied = [f"layers.{number}.linear.weight" for number in (0, 1)]
+    with accelerator(OURS) as acc:
+        model = acc.prepare(Noisy())
+        acc.save(model.state_dict(), tmp_path / "state", safe_serialization=safe)
+        if not safe:
+            acc.save({"model": model.state_dict()}, tmp_path / "nested")
+        acc.wait_for_everyone()
+        if safe:
+            assert [name in load_file(tmp_path / "state") for name in tied] == [True, False]
+            safetensors.torch.load_model(Noisy(), tmp_path / "state")
+        for found in () if safe else (torch.load(tmp_path / "state"), torch.load(tmp_path / "nested")["model"]):
+            assert found[tied[0]].data_ptr() == found[tied[1]].data_ptr()
+            assert found._metadata == Noisy().state_dict()._metadata
+
+
+@ranks(2)
+def test_safetensors_refuses_tied_weights_of_a_state_dict_as_under_ddp(tmp_path):
+    with accelerator(OURS) as acc:
+        model = acc.prepare(Noisy())
+        if acc.is_main_process:
+            with pytest.raises(RuntimeError, match="share memory"):
+                safetensors.torch.save_file(model.state_dict(), tmp_path / "file")
+        acc.wait_for_everyone()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, *exhaustive(ZeroDivisionError)])
 @ranks(2)
 def test_the_script_saves_when_a_step_has_failed_as_under_ddp(rank, error, tmp_path):
