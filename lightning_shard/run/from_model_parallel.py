@@ -65,6 +65,11 @@ class Noted:
 
     calls: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
 
+    def is_about(self, model: nn.Module) -> bool:
+        """Return True if a module of `model` was given. Not collective."""
+        inside = set(model.modules())
+        return any(module in inside for module, _ in self.calls)
+
     def config(self, base: ShardConfig, ranks: int) -> dict[str, Any]:
         """Return the fields of ``ShardConfig`` that the calls stand for. Not collective.
 

@@ -85,9 +85,12 @@ class TrainerStandInMixin(StandIn):
             if not self._has_mesh:
                 yield
                 return
-            self._noted = Noted()
-            with noting(self._noted):
+            noted, earlier = Noted(), self._noted
+            with noting(noted):
                 yield
+            # A program divides its model once; a later run of it (fit, then test) makes no calls.
+            if noted.calls or earlier is None or not earlier.is_about(self.lightning_module):
+                self._noted = noted
 
     def _shard(self, config: ShardConfig, fitting: bool) -> None:
         super()._shard(config, fitting)

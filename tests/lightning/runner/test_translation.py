@@ -17,15 +17,23 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard.for_lightning import ShardStrategy
+from lightning_shard.run.for_lightning import ShardStrategy as StandIn
 from lightning_shard.run.from_ddp import from_ddp
 from lightning_shard.run.from_deepspeed import from_deepspeed
 from lightning_shard.run.from_fsdp import from_fsdp
-from lightning_shard.run.from_model_parallel import from_model_parallel
+from lightning_shard.run.from_model_parallel import _notable, from_model_parallel
 from lightning_shard.run.settings import read_settings
 from lightning_shard.run.translation import Translation, defaults_of
 from lightning_shard.strategy.settings import split_settings
@@ -242,6 +250,36 @@ def test_tensor_parallelism_is_refused_also_where_it_is_the_default():
         parallel(2)
     with pytest.raises(ConfigError, match="data_parallel_size is 1, and there are 2 ranks"):
         parallel(2, data_parallel_size=1, tensor_parallel_size=1)
+
+
+class Divided(lightning.pytorch.LightningModule):
+    """A program's module, which divides itself in the first run only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.divided = nn.Linear(2, 2), False
+
+    def configure_model(self) -> None:
+        if not self.divided:
+            divide = _notable(fully_shard)
+            divide(self.layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            self.divided = True
+
+
+def test_a_later_run_of_the_module_keeps_what_the_first_one_gave_to_fully_shard():
+    strategy = StandIn()
+    strategy.take_over(parallel(2, data_parallel_size=2, tensor_parallel_size=1))
+
+    def precision_of_run(module: Divided) -> Any:
+        strategy._lightning_module = module
+        with strategy.model_sharded_context():
+            module.configure_model()
+        return strategy._noted.config(ShardConfig(), 2).get("precision")
+
+    first, other = Divided(), Divided()
+    other.divided = True
+    assert [precision_of_run(first) for _ in range(2)] == [Precision(torch.bfloat16)] * 2
+    assert precision_of_run(other) is None
 
 
 # -- the launch -------------------------------------------------------------------------------------------------------
