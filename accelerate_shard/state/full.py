@@ -12,14 +12,26 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import is_compiled_module
-from accelerate.utils.constants import WEIGHTS_INDEX_NAME, WEIGHTS_PATTERN_NAME
+from accelerate.utils import clean_state_dict_for_safetensors, is_compiled_module
+from accelerate.utils.constants import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
-from torch_shard.frontend import all_read, copy_tensors, numbered_optim_state_dict, refuse_inside
+from torch_shard.frontend import (
+    all_read,
+    copy_tensors,
+    engine_holding,
+    full_state_dict,
+    numbered_optim_state_dict,
+    refuse_inside,
+)
 from torch_shard.frontend.checkpoint import (
     FullLoad,
     Source,
@@ -51,17 +63,19 @@ _INDEX = re.compile(r"(model\.safetensors|pytorch_model\.bin)\.index\.json")
 
 def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     """Return the full state dict; None for a model that is not sharded. Collective; see :class:`.mixin.StateMixin`."""
-    engine = engine_of(model)
+    engine = _engine(model)
     if engine is None:
         return None
     in_hook = known(inner(model))
-    if in_hook is not None:
-        found = in_hook.state()
-    else:
-        found = engine.state_dict(rank0_only=True, offload_to_cpu=True)
+    found = in_hook.state() if in_hook is not None else full_state_dict(engine, inner(model), rank0_only=True)
     if unwrap or not is_compiled_module(model):
         return found
     return {f"_orig_mod.{name}": value for name, value in found.items()}
+
+
+def _engine(model: nn.Module) -> Engine | None:
+    """Return the engine of a model, also of one that is a part of the sharded one; None if it is not sharded."""
+    return engine_of(model) or engine_holding(inner(model))
 
 
 def shard_in(obj: Any) -> ShardTensor | None:
@@ -72,7 +86,7 @@ def shard_in(obj: Any) -> ShardTensor | None:
 
 def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:
     """Write a model's weights; return False if Accelerate's own method has to do it. Collective."""
-    engine = engine_of(model)
+    engine = _engine(model)
     if engine is None:
         return False
     in_hook = known(inner(model))
@@ -96,11 +110,11 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
     beside = target / f".model.saving-{nonce}"
     try:
         ranks.on_first(lambda: _make(target, beside))
-        if safe:
+        if safe and engine_of(model) is not None:
             engine.save_full(beside / "weights", format="safetensors", max_shard_size=limit)
         else:
-            state = engine.state_dict(rank0_only=True, offload_to_cpu=True)
-            ranks.on_first(lambda: _write_bins(state, beside / "weights", limit))
+            state = full_state_dict(engine, inner(model), rank0_only=True)
+            ranks.on_first(lambda: _write(state, beside / "weights", limit, safe))
         ranks.on_first(lambda: _put(beside / "weights", target, safe))
     finally:
         if ranks.is_first:
@@ -116,17 +130,22 @@ def _make(target: Path, beside: Path) -> None:
     beside.mkdir()
 
 
-def _write_bins(state: dict[str, Any], folder: Path, limit: int) -> None:
-    """Write torch's files, with the entries divided as stock Accelerate divides them."""
+def _write(state: dict[str, Any], folder: Path, limit: int, safe: bool) -> None:
+    """Write files with the entries divided as stock Accelerate divides them: safetensors or torch's."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     folder.mkdir()
-    split = split_torch_state_dict_into_shards(state, filename_pattern=WEIGHTS_PATTERN_NAME, max_shard_size=limit)
+    if safe:
+        state = clean_state_dict_for_safetensors(state)
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
+    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
     for name, entries in split.filename_to_tensors.items():
-        accelerate.utils.save({entry: state[entry] for entry in entries}, str(folder / name))
+        part = {entry: state[entry] for entry in entries}
+        accelerate.utils.save(part, str(folder / name), safe_serialization=safe)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        path = folder / (SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME)
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _put(new: Path, target: Path, safe: bool) -> None:

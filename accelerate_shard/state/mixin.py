@@ -60,7 +60,8 @@ class StateMixin(_Base):  # type: ignore[misc]
         A rank that calls it alone, while the others do something else, gets it, too.
 
         Args:
-            model: a model that ``prepare`` has returned. A model that is not sharded gives its own state dict, on every rank.
+            model: a model that ``prepare`` has returned, or a part of it. One that is not sharded gives its own state dict, on
+                every rank.
             unwrap: True: the plain model's names; False: those of `model` itself (compiled: with ``_orig_mod.``).
 
         Raises:

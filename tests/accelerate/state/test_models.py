@@ -115,6 +115,25 @@ def test_a_saved_model_is_loaded_by_stock_accelerate_whole_and_in_several_files(
     assert (folder / "logs").is_dir()
 
 
+@pytest.mark.parametrize("safe", [True, *exhaustive(False)])
+@ranks(2)
+def test_a_part_of_a_model_is_saved_by_itself_on_all_ranks_and_on_the_main_process_alone(safe, tmp_path):
+    with accelerator(OURS) as acc:
+        model = acc.prepare(Noisy())
+        wanted = acc.get_state_dict(model)
+        acc.save_model(model.layers, tmp_path / "all", max_shard_size="1KB", safe_serialization=safe)
+        if acc.is_main_process:
+            acc.save_model(model.layers, tmp_path / "alone", safe_serialization=safe)
+            for folder in ("all", "alone"):
+                fresh = Noisy().layers
+                load_checkpoint_in_model(fresh, str(tmp_path / folder))
+                assert all(torch.equal(value, wanted[f"layers.{k}"]) for k, value in fresh.state_dict().items())
+        acc.wait_for_everyone()
+        found = acc.get_state_dict(model.head)
+        assert all(torch.equal(value, wanted[f"head.{name}"]) for name, value in found.items())
+        assert len(found) == (2 if acc.is_main_process else 0)
+
+
 @ranks(2)
 def test_safetensors_functions_write_full_parameters_on_the_main_process_alone(tmp_path):
     with accelerator(OURS) as acc:
