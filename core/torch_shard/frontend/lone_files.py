@@ -1,4 +1,4 @@
-"""Files of full parameters that one rank writes, whatever the others do: those of pickle, and of safetensors' functions."""
+"""Files of full parameters that one rank writes, whatever the others do, and safetensors' functions for sharded models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..shard_tensor.tensor import ShardTensor
 
@@ -28,9 +29,7 @@ def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor] | None = None)
         ShardPicklingError: it is neither a parameter nor state from an optimizer's ``state_dict()``, or reads alone are switched
             off.
     """
-    # Each state dict has other objects for one parameter.
-    is_param = tensor._unit_ref is not None
-    key = (id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype) if is_param else id(tensor)
+    key = _key(tensor)
     if seen is not None and key in seen:
         return seen[key]
     found = tensor._full_for_file()
@@ -42,11 +41,20 @@ def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor] | None = None)
     return found
 
 
-def write_full_safetensors() -> None:
-    """Have ``safetensors.torch.save`` and ``save_file`` write sharded parameters in full, as ``torch.save`` does. Not collective.
+def _key(tensor: ShardTensor) -> Any:
+    """Return a key that is equal for the objects that stand for one parameter, of which each state dict has others."""
+    if tensor._unit_ref is None:
+        return id(tensor)
+    return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
 
-    The rank that calls them reads the values from the others. Does nothing where safetensors is not installed, and once is
-    enough. A module that has imported the functions by name before keeps the stock ones, which raise for sharded parameters.
+
+def write_full_safetensors() -> None:
+    """Have functions of ``safetensors.torch`` take sharded parameters. Not collective.
+
+    ``save``, ``save_file`` and ``save_model`` write them in full, as ``torch.save`` does: the rank that calls them reads the
+    values from the others. ``load_model`` loads into them, on all ranks. Does nothing where safetensors is not installed, and
+    once is enough. A module that has imported the functions by name before keeps the stock ones, which raise for sharded
+    parameters.
     """
     if importlib.util.find_spec("safetensors") is None:
         return
@@ -56,6 +64,11 @@ def write_full_safetensors() -> None:
         stock = getattr(safetensors.torch, name)
         if not hasattr(stock, _MARK):
             setattr(safetensors.torch, name, _with_full_tensors(stock))
+    of_models: dict[str, Callable[..., torch.Tensor]] = {"save_model": read_alone, "load_model": _stand_in}
+    for name, plain in of_models.items():
+        stock = getattr(safetensors.torch, name)
+        if not hasattr(stock, _MARK):
+            setattr(safetensors.torch, name, _with_plain_state(stock, plain))
 
 
 def _with_full_tensors(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,3 +81,31 @@ def _with_full_tensors(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(save, _MARK, stock)
     return save
+
+
+def _with_plain_state(stock: Callable[..., Any], plain: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Return `stock`, a function of a model, which finds ``plain(tensor, seen)`` for sharded tensors of the state dict."""
+
+    @functools.wraps(stock)
+    def of_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(p, ShardTensor) for p in model.parameters()):
+            return stock(model, *args, **kwargs)
+        seen: dict[Any, Any] = {}
+        found = {k: plain(v, seen) if isinstance(v, ShardTensor) else v for k, v in model.state_dict().items()}
+        before = model.__dict__.get("state_dict")
+        model.__dict__["state_dict"] = lambda: found
+        try:
+            return stock(model, *args, **kwargs)
+        finally:
+            del model.__dict__["state_dict"]
+            if before is not None:
+                model.__dict__["state_dict"] = before
+
+    setattr(of_model, _MARK, stock)
+    return of_model
+
+
+def _stand_in(tensor: ShardTensor, seen: dict[Any, Any]) -> torch.Tensor:
+    """Return a tensor of its own for each parameter: ``load_model`` looks only at which names share memory."""
+    found: torch.Tensor = seen.setdefault(_key(tensor), torch.zeros(min(1, tensor.numel())))
+    return found

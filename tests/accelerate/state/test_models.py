@@ -149,6 +149,23 @@ def test_safetensors_functions_write_full_parameters_on_the_main_process_alone(t
         acc.wait_for_everyone()
 
 
+@ranks(2)
+def test_safetensors_functions_save_and_load_a_model_with_tied_weights(tmp_path):
+    with accelerator(OURS) as acc:
+        model, other = acc.prepare(Noisy(), Noisy())
+        wanted = acc.get_state_dict(model)
+        if acc.is_main_process:
+            safetensors.torch.save_model(model, tmp_path / "alone")
+        safetensors.torch.save_model(model, tmp_path / f"rank {acc.process_index}")
+        acc.wait_for_everyone()
+        for name in ("alone", "rank 0", "rank 1") if acc.is_main_process else ():
+            plain = Noisy()
+            assert safetensors.torch.load_model(plain, tmp_path / name) == (set(), [])
+            assert not differ(plain.state_dict(), wanted)
+        assert safetensors.torch.load_model(other, tmp_path / "alone") == (set(), [])
+        assert not differ(acc.get_state_dict(other), wanted)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("safe", [False, True])
 @ranks(2)
