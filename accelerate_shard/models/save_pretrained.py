@@ -29,6 +29,8 @@ from .full_weights import Known, known, known_weights
 
 __all__ = ["save_pretrained"]
 
+_COMPILED = "_orig_mod."  # how names begin in the state dict of a compiled model
+
 
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``save_pretrained`` with the tensors of the full model, as they are stored. Collective without ``state_dict=``.
@@ -169,7 +171,11 @@ def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list
             agree(engine, what, None, error)
             wanted = _full_of(wanted)
         else:
-            make_full(engine, wanted, writers == [0], what, error)
+            # A Trainer passes a compiled model's state dict on the ranks that write, and nothing on the others. The names that
+            # the ranks compare are those of the module itself.
+            own = {key.removeprefix(_COMPILED): value for key, value in wanted.items()}
+            make_full(engine, own, writers == [0], what, error)
+            wanted = {key: own[name] for key in wanted if (name := key.removeprefix(_COMPILED)) in own}
         found.update(wanted)
         # A library with a save of its own may compute, too: SentenceTransformer shows what it has encoded in its model card.
         with contextlib.nullcontext() if call.takes_state else engine.gathered(module, ranks=writers):

@@ -75,6 +75,19 @@ def test_checkpoints_have_the_files_that_the_stock_trainer_writes(alone, tmp_pat
 
 
 @ranks(2)
+def test_a_model_that_was_compiled_before_has_the_names_in_its_checkpoints_that_the_stock_trainer_writes(tmp_path):
+    def saved(kind: type[Trainer], folder: Path) -> dict[str, torch.Tensor]:
+        model = torch.compile(build("gpt2")[0], backend="eager")
+        with trainer(kind, folder, model, max_steps=1, save_strategy="steps", save_steps=1) as own:
+            own.train()
+        dist.barrier()
+        return load_file(folder / "checkpoint-1" / "model.safetensors")
+
+    torch.testing.assert_close(saved(Ours, tmp_path / "ours"), saved(Trainer, tmp_path / "stock"), rtol=1e-5, atol=1e-6)
+    dist.barrier()
+
+
+@ranks(2)
 def test_the_best_model_is_loaded_at_the_end_and_the_limit_kept(tmp_path):
     def outcome(kind: type[Trainer], folder: Path) -> tuple[Any, ...]:
         options = {
