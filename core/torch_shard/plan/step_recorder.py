@@ -1,0 +1,499 @@
+"""Writes down what a step on fake tensors does, as it happens.
+
+Torch does likewise in ``torch.distributed._tools.mem_tracker``: a dispatch mode sees every operator, and storages are followed
+by weak references, so that one ends when autograd and the program have let go of it, as memory does in a real step. Which
+module an operator of backward belongs to is told by the sequence number of autograd's node: nodes are numbered as they are
+made, and those made inside a module's forward lie between the numbers at its start and at its end.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependent
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import TraceError
+from .fake_model import FakeModel
+from .operator_costs import changed_by, dtype_of, flops_of, nbytes_of, overwrites, tensors_in, workspace_of
+from .step_trace import (
+    Allocation,
+    Event,
+    FirstUse,
+    Free,
+    GradientAccumulated,
+    Kind,
+    ModuleEnter,
+    ModuleExit,
+    Note,
+    Operator,
+    Phase,
+    PhaseStart,
+    StepTrace,
+)
+from .user_lines import Failure, line_of
+
+__all__ = ["Recorder"]
+
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+# They take real tensors on purpose: FakeTensorMode remembers the values of small constants.
+_LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
+_FEW_ZEROS = 16 << 20  # bytes
+_TORCH = str(Path(torch.__file__).parent)
+_ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
+
+
+@dataclass(eq=False)
+class _Storage:
+    """What is known of one storage so far."""
+
+    number: int
+    nbytes: int
+    device: str
+    born: int  # index of the allocation's event
+    segment: int
+    kind: Kind | None = None
+    name: str = ""
+    died: int | None = None
+    watch: weakref.ref[torch.UntypedStorage] | None = None
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a module's forward."""
+
+    module: str
+    number: int
+    outer: int  # the call around it; -1 for none
+    recompute: bool
+    in_backward: bool = False  # its backward has begun
+    last: int = -1  # index of the last event of its backward
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A stretch of one phase that is all recomputation or all not."""
+
+    phase: Phase
+    recompute: bool
+    end: int | None = None  # index of the first event after it
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operator, and writes events down."""
+
+    def __init__(self, model: nn.Module, fakes: FakeModel, mode: FakeTensorMode, device: str):
+        super().__init__()
+        self._fakes = fakes
+        self._fake_mode = mode
+        self._device = device
+        self._events: list[Event | _Storage] = []  # an allocation's kind is known at the end only
+        self._notes: list[Note] = []
+        self._storages: dict[int, _Storage] = {}  # those that are alive, by address
+        self._all: list[_Storage] = []
+        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._calls: list[_Call] = []
+        self._stack: list[tuple[int, bool]] = []  # calls whose forward runs, and whether each began in a backward
+        self._marks: tuple[list[int], list[int]] = ([0], [-1])  # sequence numbers, and the call that runs from each on
+        self._backward_of = -1  # the call whose backward runs
+        self._segments = [_Segment("between", False)]
+        self._forward_open = False
+        self._stepping = 0
+        self._used: set[str] = set()
+        self._arrived: dict[str, int] = {}
+        self._inputs: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._placing: str | None = None
+        self.failure: Failure | None = None
+
+    # -- begin and end ------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Write down what is there before the step."""
+        for kind, name, fake, place in self._fakes.named:
+            record = self._record(fake, place)
+            if record.kind is None:
+                record.kind, record.name = kind, name
+        for name, parameter in self._fakes.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._gradient_arrives, name))
+                parameter.register_post_accumulate_grad_hook(partial(self._gradient_accumulated, name))
+        self._events.append(PhaseStart("between"))
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Have all modules and optimizers report, while this lasts."""
+        handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._exit, always_call=True),
+            torch_optimizer.register_optimizer_step_pre_hook(self._step_begins),
+            torch_optimizer.register_optimizer_step_post_hook(self._step_ends),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def finish(self) -> StepTrace:
+        """Return the trace, and stop following storages."""
+        self._storages.clear()
+        for record in self._all:
+            record.watch = None
+        exits: dict[int, list[_Call]] = {}
+        for call in reversed(self._calls):  # inner calls have higher numbers, and exit first
+            if call.in_backward:
+                exits.setdefault(call.last, []).append(call)
+        events: list[Event] = []
+        for index, event in enumerate(self._events):
+            if isinstance(event, _Storage):
+                kind = self._kind(event)
+                events.append(Allocation(event.number, event.nbytes, event.device, kind, event.name))
+            else:
+                events.append(event)
+            for call in exits.get(index, ()):
+                events.append(ModuleExit(call.module, call.number, True, False))
+        return StepTrace(self._device, tuple(events), tuple(self._notes))
+
+    def _kind(self, record: _Storage) -> Kind:
+        if record.kind is not None:
+            return record.kind
+        segment = self._segments[record.segment]
+        if segment.end is None or record.died is not None and record.died < segment.end:
+            return "temporary"
+        if segment.phase == "forward" or segment.recompute:
+            return "activation"
+        following = self._segments[record.segment + 1].phase
+        return "input" if segment.phase == "between" and following == "forward" else "temporary"
+
+    # -- phases and modules -------------------------------------------------------------------------------------------
+
+    def _segment(self) -> _Segment:
+        """Return the segment of what happens now; a phase that begins is written down."""
+        phase: Phase = "forward" if self._forward_open else "between"
+        recompute = False
+        if self._stepping:
+            phase = "optimizer"
+        elif torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+            began_here = bool(self._stack) and self._stack[-1][1]
+            recompute = began_here or torch.is_grad_enabled()
+        if phase in ("backward", "optimizer"):
+            self._forward_open = any(not in_backward for _, in_backward in self._stack)
+        now = self._segments[-1]
+        if (now.phase, now.recompute) != (phase, recompute):
+            now.end = len(self._events)
+            if now.phase != phase:
+                self._used.clear()
+                self._backward_of = -1
+                self._events.append(PhaseStart(phase))
+            now = _Segment(phase, recompute)
+            self._segments.append(now)
+        return now
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        name = self._modules.get(id(module))
+        if name is None:
+            return
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and not self._stepping:
+            self._forward_open = True
+        self._segment()
+        if in_backward:
+            self._follow_backward()
+        call = _Call(name, len(self._calls), self._stack[-1][0] if self._stack else -1, in_backward)
+        self._calls.append(call)
+        self._stack.append((call.number, in_backward))
+        self._mark(call.number)
+        self._segment()
+        self._events.append(ModuleEnter(name, call.number, False, in_backward))
+
+    def _exit(self, module: nn.Module, args: object, output: object) -> None:
+        name = self._modules.get(id(module))
+        if name is None:
+            return
+        while self._stack:
+            call = self._calls[self._stack.pop()[0]]
+            self._mark(self._stack[-1][0] if self._stack else -1)
+            self._events.append(ModuleExit(call.module, call.number, False, call.recompute))
+            if call.module == name:
+                break
+
+    def _mark(self, call: int) -> None:
+        self._marks[0].append(torch.autograd._get_sequence_nr())
+        self._marks[1].append(call)
+
+    def _follow_backward(self) -> None:
+        """Find out whose backward runs, from autograd's node, and write down those that begin."""
+        node = torch._C._current_autograd_node()
+        number = _ACCUMULATES if node is None else node._sequence_nr()
+        if number < _ACCUMULATES:  # else what accumulates belongs to the node before
+            self._backward_of = self._marks[1][bisect_right(self._marks[0], number) - 1]
+        for call in reversed(list(self._around(self._backward_of))):
+            if not call.in_backward:
+                call.in_backward = True
+                self._events.append(ModuleEnter(call.module, call.number, True, False))
+        self._extend_backward()
+
+    def _around(self, number: int) -> Iterator[_Call]:
+        """Yield a call and those around it, from within."""
+        while number >= 0:
+            yield self._calls[number]
+            number = self._calls[number].outer
+
+    def _extend_backward(self) -> None:
+        """Count the last event to the backward that runs."""
+        for call in self._around(self._backward_of):
+            call.last = len(self._events) - 1
+
+    # -- gradients and optimizers -------------------------------------------------------------------------------------
+
+    def _gradient_arrives(self, name: str, gradient: torch.Tensor) -> None:
+        record = self._record(gradient)
+        self._arrived[name] = record.number
+        if record.kind is None and self._segments[record.segment].phase == "backward":
+            record.kind, record.name = "gradient", name
+
+    def _gradient_accumulated(self, name: str, parameter: torch.Tensor) -> None:
+        self._segment()
+        self._follow_backward()
+        gradient = parameter.grad
+        if gradient is None:
+            return  # a hook of the user's has taken it
+        record = self._record(gradient)
+        record.kind, record.name = "gradient", name
+        self._events.append(GradientAccumulated(name, self._arrived.pop(name, record.number), record.number))
+        self._extend_backward()
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            if any(self._fakes.known(parameter) for parameter in group["params"]):
+                raise TraceError(
+                    f"the {type(optimizer).__name__} that steps at {line_of(sys._getframe())} was made before the trace and "
+                    "holds the model's own parameters: name it in trace_step(optimizers=...)."
+                )
+        self._stepping += 1
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        names = {id(fake): name for name, fake in self._fakes.parameters.items()}
+        for parameter, state in optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, FakeTensor):
+                    record = self._record(value)
+                    record.kind, record.name = "optimizer state", names.get(id(parameter), "")
+        self._stepping -= 1
+
+    # -- storages -----------------------------------------------------------------------------------------------------
+
+    def place_of(self, tensor: torch.Tensor) -> str:
+        """Return the type of the device on which a tensor is meant to be."""
+        known = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
+        return tensor.device.type if known is None else known.device
+
+    @contextmanager
+    def placing(self, place: str) -> Iterator[None]:
+        """Put what is allocated in the meantime on this type of device."""
+        before, self._placing = self._placing, place
+        try:
+            yield
+        finally:
+            self._placing = before
+
+    def _place(self, asked: torch.device | None, inputs: Iterable[_Storage], segment: _Segment) -> str:
+        """Return the type of the device for what an operator allocates, where fakes of the CPU stand for others.
+
+        Inside the model the program takes the device from tensors, all of which say that they are on the CPU.
+        """
+        if self._device == "cpu":
+            return "cpu"
+        if self._placing is not None:
+            return self._placing
+        if asked is not None and asked.type != "cpu":
+            return asked.type
+        if any(record.device != "cpu" for record in inputs):
+            return self._device
+        inside = bool(self._stack) or segment.phase == "backward"
+        return self._device if inside and asked is not None else "cpu"
+
+    def _record(self, tensor: torch.Tensor, place: str | None = None) -> _Storage:
+        """Return what is known of a tensor's storage; a new one, or a new size, is written down."""
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        nbytes = storage.nbytes()
+        if known is not None:
+            if known.nbytes == nbytes:
+                return known
+            self._ended(known, storage._cdata)
+        record = _Storage(len(self._all), nbytes, tensor.device.type, len(self._events), len(self._segments) - 1)
+        if known is not None:
+            record.kind, record.name = known.kind, known.name
+        record.watch = weakref.ref(storage, partial(_end, weakref.ref(self), record, storage._cdata))
+        self._storages[storage._cdata] = record
+        self._all.append(record)
+        self._events.append(record)
+        return record
+
+    def _ended(self, record: _Storage, address: int) -> None:
+        if self._storages.get(address) is record:
+            del self._storages[address]
+            record.died, record.watch = len(self._events), None
+            self._events.append(Free(record.number))
+
+    def _adopted(self, value: Any) -> Any:
+        """Return a fake for a real tensor that comes from outside the step, and keep it while the real one lives."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._adopted(entry) for entry in value)
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        if self._fakes.known(value):
+            raise TraceError(
+                f"a parameter or buffer of the model is used at {line_of(sys._getframe())} as an object that was taken from it "
+                "before the trace: take it from the model inside the step."
+            )
+        known = self._inputs.get(id(value))
+        if known is None:
+            place = self._device if value.is_meta else value.device.type
+            if place == "cpu" and not value.is_meta:
+                fake = self._fake_mode.from_tensor(value)
+            else:
+                shadow = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+                fake = FakeTensor(self._fake_mode, shadow, torch.device("cpu"))
+            known = self._inputs[id(value)] = (value, fake)
+            self._record(fake, place).kind = "input"
+        return known[1]
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operator on fake tensors and write it down."""
+        kwargs = {} if kwargs is None else kwargs
+        if func is _DEVICE:
+            return args[0].fake_device  # asked by autograd, all the time
+        segment = self._segment()
+        if func not in _LIFTS and not all(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
+            args = self._adopted(args)
+            kwargs = {key: self._adopted(value) for key, value in kwargs.items()}
+        asked = kwargs.get("device")
+        if asked is not None and asked.type not in ("cpu", "meta"):
+            if asked.type != self._device:  # which autograd could end the process for
+                raise TraceError(
+                    f"a tensor is put on {asked} at {line_of(sys._getframe(1))}: the trace is for {self._device}."
+                )
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        try:
+            output = self._run(func, args, kwargs)
+        except DataDependent:
+            return self._assumed(func, args)
+        except Exception as error:
+            self.failure = Failure(str(func), line_of(sys._getframe(1)), error)
+            raise
+        self._written(func, args, kwargs, output, segment, asked)
+        return output
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except UnsupportedOperatorException:
+            # It has no rule for fakes. Torch would run the kernel itself, on zeros: fine as long as they are few.
+            if nbytes_of(t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)) > _FEW_ZEROS:
+                raise
+        self._fake_mode.allow_fallback_kernels = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._fake_mode.allow_fallback_kernels = False
+
+    def _written(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        segment: _Segment,
+        asked: torch.device | None,
+    ) -> None:
+        """Write down an operator that has run."""
+        taken = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)]
+        changed = [id(t) for t in changed_by(func, args, kwargs)]
+        before = {t.untyped_storage()._cdata for t in taken}
+        returned = list(tensors_in(output))
+        fresh = [t for t in returned if t.untyped_storage()._cdata not in before]
+        if not changed and not fresh:
+            return  # a view, or something that returns no tensor
+        if segment.phase == "backward":
+            self._follow_backward()
+        reads = [t for t in taken if not (id(t) in changed and overwrites(func))]
+        inputs = {self._record(t): None for t in taken}
+        if segment.phase in ("forward", "backward"):
+            for record in inputs:
+                if record.kind == "parameter" and record.name not in self._used:
+                    self._used.add(record.name)
+                    self._events.append(FirstUse(record.name, segment.phase))
+        writes = [*fresh, *(t for t in taken if id(t) in changed)]
+        place = self._place(asked, inputs, segment)
+        outputs = {self._record(t, place): None for t in writes}
+        if func is _aten._to_copy.default and len(inputs) == len(outputs) == 1:
+            (source,), (copy,) = inputs, outputs
+            copy.name = source.name if source.kind == "parameter" else ""
+        self._events.append(
+            Operator(
+                str(func),
+                segment.phase,
+                segment.recompute,
+                self._module(segment),
+                dtype_of([*taken, *returned]),
+                flops_of(func, args, kwargs, output),
+                nbytes_of(reads),
+                0 if "empty" in func._opname else nbytes_of(writes),
+                workspace_of(func, args, output) if place == "cpu" else 0,
+                tuple(record.number for record in inputs),
+                tuple(record.number for record in outputs),
+            )
+        )
+        if segment.phase == "backward":
+            self._extend_backward()
+
+    def _module(self, segment: _Segment) -> str | None:
+        running = -1
+        if segment.phase == "backward":
+            running = self._backward_of
+        if self._stack and (segment.recompute or segment.phase == "forward"):
+            running = self._stack[-1][0]
+        return self._calls[running].module if running >= 0 else None
+
+    def _assumed(self, func: Any, args: tuple[Any, ...]) -> bool | int | float:
+        """Return the value that the program is told where it asks for one."""
+        value: bool | int | float = True
+        if func._opname in ("_local_scalar_dense", "item"):
+            dtype = args[0].dtype
+            value = 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+            if frame.f_code.co_filename.endswith("grad_scaler.py"):
+                value = 0.0  # no gradient is infinite, so that the optimizer steps
+            frame = frame.f_back
+        self._notes.append(Note(str(func), line_of(sys._getframe(2)), value))
+        return value
+
+
+def _end(recorder: weakref.ref[Recorder], record: _Storage, address: int, _: object) -> None:
+    """The callback of a storage's weak reference. It must not keep the recorder, nor anything that the storage is part of."""
+    there = recorder()
+    if there is not None:
+        there._ended(record, address)

@@ -1,0 +1,305 @@
+"""What one training step of a plain model does, as an ordered record: memory, operators, modules and gradients.
+
+:func:`torch_shard.plan.trace_step.trace_step` makes one. It holds no tensor and no module. What stands here is the plain model
+on one device; the engine's units, which gather, reshard and reduce, are put in by whoever replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+__all__ = [
+    "KINDS",
+    "Allocation",
+    "Event",
+    "FirstUse",
+    "Free",
+    "GradientAccumulated",
+    "Kind",
+    "ModuleEnter",
+    "ModuleExit",
+    "Note",
+    "Operator",
+    "Peak",
+    "Phase",
+    "PhaseStart",
+    "StepTrace",
+]
+
+Kind: TypeAlias = Literal["parameter", "buffer", "input", "activation", "gradient", "optimizer state", "temporary"]
+Phase: TypeAlias = Literal["forward", "backward", "optimizer", "between"]
+
+KINDS: tuple[Kind, ...] = (
+    "parameter",
+    "buffer",
+    "input",
+    "activation",
+    "gradient",
+    "optimizer state",
+    "temporary",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A storage came to be.
+
+    A storage has one kind from its allocation to its end, which is known when the step is over:
+
+    - ``parameter`` and ``buffer``: of the model, allocated before the step. Plain tensors that are attributes of modules count
+      as buffers.
+    - ``input``: read by the step and made outside of it, or made between the phases and alive when the next forward starts.
+    - ``activation``: made in forward, or while a checkpoint recomputes, and alive when that ends. This includes all that
+      autograd has saved.
+    - ``gradient``: accumulated into the ``.grad`` of a parameter, or became it.
+    - ``optimizer state``: in the ``state`` of a ``torch.optim.Optimizer`` after its step.
+    - ``temporary``: all else.
+
+    Attributes:
+        storage: the storage's number, unique within the trace. A storage that is resized gets another number.
+        nbytes: its bytes, as asked of the allocator: allocators of devices round them up.
+        device: the type of its device, such as ``"cpu"``.
+        kind: what it holds.
+        name: the full name of the parameter or buffer; of the parameter for a gradient, and for a copy of a parameter in
+            another dtype, which autocast makes. Empty for the rest.
+    """
+
+    storage: int
+    nbytes: int
+    device: str
+    kind: Kind
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A storage ended: nothing refers to it any longer.
+
+    Attributes:
+        storage: the number that its allocation had.
+    """
+
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """An operator ran. Views, which touch no memory, are left out. Its outputs are allocated before it in the order of events.
+
+    Attributes:
+        name: its name with the overload, such as ``"aten.mm.default"``.
+        phase: in which phase it ran.
+        recompute: True if it ran while a checkpoint recomputed a forward inside backward.
+        module: the full name of the innermost module whose forward or backward this is, ``""`` for the model itself; None
+            outside of the model.
+        dtype: the dtype of the first floating-point tensor that it takes, else of the first that it returns; None for others.
+        flops: floating-point operations of matrix products and convolutions, two for a multiplication with addition, by the
+            formulas of ``torch.utils.flop_counter``; 0 for all others.
+        read: the bytes of the tensors that it reads.
+        written: the bytes of the tensors that it writes.
+        workspace: the bytes that its kernel allocates for itself and frees again, where that is known.
+        inputs: the numbers of the storages that it takes, each once.
+        outputs: the numbers of the storages that it writes, each once.
+    """
+
+    name: str
+    phase: Phase
+    recompute: bool
+    module: str | None
+    dtype: torch.dtype | None
+    flops: int
+    read: int
+    written: int
+    workspace: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleEnter:
+    """A module's forward or backward begins.
+
+    In backward it stands in front of the first operator that belongs to the module, as the nodes of autograd tell which were
+    made inside its forward. That of an enclosing module stands before.
+
+    Attributes:
+        module: the full name; ``""`` for the model itself.
+        call: the number of the call of a forward, unique within the trace; in backward, the call whose backward this is.
+        backward: True for a backward.
+        recompute: True for a forward that runs inside a backward, for a checkpoint.
+    """
+
+    module: str
+    call: int
+    backward: bool
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleExit:
+    """A module's forward or backward has ended, in backward with its last operator or gradient.
+
+    Backwards are nested like forwards, except that those of neighbours may overlap where autograd interleaves branches.
+
+    Attributes:
+        module: see :class:`ModuleEnter`.
+        call: see :class:`ModuleEnter`.
+        backward: see :class:`ModuleEnter`.
+        recompute: see :class:`ModuleEnter`.
+    """
+
+    module: str
+    call: int
+    backward: bool
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstUse:
+    """A parameter is about to be read for the first time in a forward or a backward; views of it are not read.
+
+    Recomputation belongs to the backward in which it runs.
+
+    Attributes:
+        parameter: the full name.
+        phase: ``"forward"`` or ``"backward"``.
+    """
+
+    parameter: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class GradientAccumulated:
+    """A gradient of a parameter has been accumulated into its ``.grad``.
+
+    Attributes:
+        parameter: the full name.
+        arrived: the number of the storage that autograd has handed over. Where it became ``.grad`` itself, that is `storage`.
+        storage: the number of the storage of ``.grad`` after that.
+    """
+
+    parameter: str
+    arrived: int
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStart:
+    """A phase begins, which lasts until the next of these.
+
+    ``forward`` goes from the first forward of a module to the start of backward, so that the loss belongs to it; ``backward``
+    to the end of autograd's work; ``optimizer`` is the step of a ``torch.optim.Optimizer``. What is left is ``between``, as the
+    trace itself starts: making inputs, clipping, ``zero_grad()``.
+
+    Attributes:
+        phase: the phase.
+    """
+
+    phase: Phase
+
+
+Event: TypeAlias = Allocation | Free | Operator | ModuleEnter | ModuleExit | FirstUse | GradientAccumulated | PhaseStart
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The step asked for a value, which a trace has not, and went on with an assumed one.
+
+    Attributes:
+        operator: the operator that asked, such as ``"aten._local_scalar_dense.default"``, which is ``tensor.item()``.
+        line: the line of the user's code, ``path:line in function``.
+        value: what it was told.
+    """
+
+    operator: str
+    line: str
+    value: bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment at which a step holds most memory.
+
+    Attributes:
+        index: the index of the event after which that is; for an operator with a workspace, while it runs.
+        total: the bytes.
+        kinds: the bytes of each kind, all kinds of :data:`KINDS`.
+    """
+
+    index: int
+    total: int
+    kinds: dict[Kind, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One training step of a plain model.
+
+    Attributes:
+        device: the type of the device that the model was on.
+        events: what happened, in order. Parameters and buffers come first, as allocations.
+        notes: each read of a value that was answered by a constant, in order. If the program's way depends on one, the trace
+            shows one of the ways.
+    """
+
+    device: str
+    events: tuple[Event, ...]
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def operators(self) -> Iterator[Operator]:
+        """The operators, in order."""
+        return (event for event in self.events if isinstance(event, Operator))
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of the step, recomputation included; see :class:`Operator` for which count."""
+        return sum(operator.flops for operator in self.operators)
+
+    def memory(self, device: str | None = None) -> list[tuple[int, dict[Kind, int]]]:
+        """Return the bytes by kind after each event that changes them, as pairs of the event's index and all kinds.
+
+        An operator with a workspace has a pair of its own, with the workspace as ``temporary``, which the next pair no longer
+        includes.
+
+        Args:
+            device: the type of the device whose memory is meant; the trace's own if left out.
+        """
+        return [(index, dict(zip(KINDS, levels, strict=True))) for index, levels in self._levels(device)]
+
+    def peak(self, device: str | None = None) -> Peak:
+        """Return the first moment with the most bytes; `device` as for :meth:`memory`."""
+        index, levels = 0, [0] * len(KINDS)
+        most = 0
+        for at, now in self._levels(device):
+            if sum(now) > most:
+                index, levels, most = at, list(now), sum(now)
+        return Peak(index, most, dict(zip(KINDS, levels, strict=True)))
+
+    def _levels(self, device: str | None) -> Iterator[tuple[int, list[int]]]:
+        """Yield what :meth:`memory` returns with the bytes in the order of `KINDS`, in one list that changes."""
+        device = self.device if device is None else device
+        place = {kind: number for number, kind in enumerate(KINDS)}
+        temporary = place["temporary"]
+        alive: dict[int, Allocation] = {}
+        levels = [0] * len(KINDS)
+        for index, event in enumerate(self.events):
+            if isinstance(event, Allocation):
+                if event.device == device:
+                    alive[event.storage] = event
+                    levels[place[event.kind]] += event.nbytes
+                    yield index, levels
+            elif isinstance(event, Free):
+                ended = alive.pop(event.storage, None)
+                if ended is not None:
+                    levels[place[ended.kind]] -= ended.nbytes
+                    yield index, levels
+            elif isinstance(event, Operator) and event.workspace and device == self.device:
+                levels[temporary] += event.workspace
+                yield index, levels
+                levels[temporary] -= event.workspace

@@ -1,0 +1,110 @@
+"""Runs a training step of a plain model on fake tensors, and returns what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+import torch.utils._foreach_utils as foreach_utils
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+from ..errors import TraceError
+from .cuda_stand_in import CudaStandIn
+from .fake_model import FakeModel
+from .step_recorder import Recorder
+from .step_trace import StepTrace
+from .user_lines import Failure, line_of
+
+__all__ = ["trace_step"]
+
+
+def trace_step(
+    model: nn.Module,
+    step: Callable[[nn.Module], object],
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+) -> StepTrace:
+    """Run a training step without memory or computation, and return what happened.
+
+    While it runs, the model has fake tensors on `device` as parameters, buffers and other tensor attributes, wherever its own
+    are; ``meta`` is fine. Its own are given back whatever happens, as are all attributes of modules that the step changes, and
+    the state of torch's random numbers.
+
+    Values don't exist. Where the step reads one (``item()``, ``if tensor:``) it is told 1.0, 1 or True, with a note, or what it
+    truly is for constants made in the step (``torch.tensor(3).item()``). To a GradScaler all gradients are finite.
+
+    Args:
+        model: a plain module: parameters are strided tensors without wrappers.
+        step: what is to be traced, called with `model`: forward, backward, and whatever else belongs to a step. It makes its
+            inputs itself (``torch.randn(8, 16, device=...)``), or has them from outside as real or ``meta`` tensors.
+        device: the type of device on which the model is to be.
+        optimizers: those that were made before and that the step uses. They hold the model's own parameters, which have no
+            gradients here. Optimizers that the step makes from ``model.parameters()`` need not be named.
+
+    Raises:
+        TraceError: the step fails: a shape depends on values, a kernel or an attribute needs a real tensor, or the program
+            itself raises. The message has the operator and the line, ``__cause__`` the error.
+
+    With ``device="cuda"`` no such device is needed, and ``tensor.device`` says ``cpu``, see
+    :mod:`torch_shard.plan.cuda_stand_in`. The main thread alone is traced. Operators of ``create_graph=True`` backwards count
+    as recomputation.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    fakes = FakeModel(model, optimizers, mode, device)
+    random_state = torch.get_rng_state()
+    recorder = Recorder(model, fakes, mode, device)
+    try:
+        with ExitStack() as stack:
+            stack.callback(fakes.restore)
+            fakes.install()
+            stack.enter_context(_foreach_on_fakes())
+            stack.enter_context(recorder.hooks())
+            stack.enter_context(mode)
+            stack.enter_context(recorder)
+            if device == "cuda":
+                stack.enter_context(CudaStandIn(recorder).entered())
+            recorder.begin()
+            step(model)
+        return recorder.finish()
+    except TraceError:
+        raise
+    except Exception as error:
+        raise _explained(error, recorder.failure) from error
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def _explained(error: Exception, failure: Failure | None) -> TraceError:
+    """Return the error to raise for one that came out of the step."""
+    if failure is not None and failure.error is error:
+        if isinstance(error, DynamicOutputShapeException):
+            return TraceError(
+                f"{failure.operator} at {failure.line} has an output whose shape depends on values, which a trace has not. "
+                "Use a form of fixed shape there (torch.where with three arguments, a product with the mask), or do it "
+                "outside of the step."
+            )
+        return TraceError(
+            f"{failure.operator} at {failure.line} can't run on fake tensors: {type(error).__name__}: {error}"
+        )
+    return TraceError(
+        f"the step fails on fake tensors, which have neither values nor memory, at {line_of(error.__traceback__)}: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+@contextmanager
+def _foreach_on_fakes() -> Iterator[None]:
+    """Let torch choose its multi-tensor kernels for fake tensors as it would for real ones, which it decides by the type."""
+    lists = [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]
+    for types in lists:
+        types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for types in lists:
+            types.remove(FakeTensor)
