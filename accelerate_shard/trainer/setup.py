@@ -25,7 +25,7 @@ def create_accelerator(trainer: Any, own: Callable[[], None]) -> None:
     """Make ``trainer.accelerator``, ours in place of Accelerate's. Not collective.
 
     Raises:
-        ConfigError: the arguments select another engine than this one.
+        ConfigError: the arguments select another engine than this one, or what it can't do.
     """
     _refuse_others(trainer)
     plugin = getattr(trainer, "shard_plugin", None)
@@ -60,6 +60,12 @@ def _refuse_others(trainer: Any) -> None:
         raise ConfigError(
             "the model was distributed when it was loaded (from_pretrained with tp_plan or distributed_config); load it without, "
             "and this Trainer shards it."
+        )
+    if getattr(args, "enable_jit_checkpoint", False) and args.world_size > 1:
+        raise ConfigError(
+            "TrainingArguments.enable_jit_checkpoint: each rank would begin its checkpoint when its own timer fires, and such a "
+            "checkpoint is gathered from all ranks, in one step. Leave it out; save_strategy='steps' with a save_steps that is "
+            "small enough loses little when a job is preempted."
         )
     if args.n_gpu > 1:
         raise ConfigError(

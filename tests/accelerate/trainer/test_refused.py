@@ -62,6 +62,13 @@ def test_settings_of_both_are_refused(tmp_path):
         pass
 
 
+@ranks(2)
+def test_checkpoints_that_each_rank_begins_by_itself_are_refused_with_the_remedy(tmp_path):
+    named = r"enable_jit_checkpoint: .*save_steps"
+    with pytest.raises(ConfigError, match=named), trainer(Ours, tmp_path, enable_jit_checkpoint=True):
+        pass
+
+
 def test_a_model_that_was_distributed_when_it_was_loaded_is_refused(tmp_path):
     model = build("gpt2")[0]
     model._tp_size = 2
