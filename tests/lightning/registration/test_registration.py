@@ -108,7 +108,7 @@ def test_the_package_names_the_classes_of_the_namespaces_in_use():
 def test_a_broken_front_end_breaks_neither_torch_nor_lightning(small_lightning, tmp_path):
     broken = tmp_path / "broken" / "lightning_shard"
     (broken / "registration").mkdir(parents=True)
-    for name in ("__init__.py", "_autoload.py", "registration/__init__.py", "registration/autoload.py"):
+    for name in ("__init__.py", "registration/__init__.py", "registration/autoload.py"):
         source = Path(lightning_shard.__file__).parent / name
         (broken / name).write_text(source.read_text())
     (broken / "registration" / "registry.py").write_text("raise ValueError('on purpose')\n")
