@@ -8,6 +8,7 @@ as ``shard_*``: Accelerate's loader ignores them, and the runner reads them.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ __all__ = ["QUESTIONS", "Question", "add_to", "contents_of"]
 _DEFAULT_FILE = "accelerate_shard.yaml"
 _PRECISIONS = ("no", "bf16", "fp16")
 _SETTINGS = {setting.field: setting for setting in SETTINGS}
+# Keys of a YAML that say where the machines are, which no question asks for.
+_MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ _FLAG = _SETTINGS["debug"]
 QUESTIONS = (
     Question("cpu", "Train on CPUs?", lambda a: not torch.accelerator.is_available(), _FLAG.read, _FLAG.form),
     Question(
-        "num_processes", "How many processes on this machine?",
+        "num_processes", "How many processes, on all machines together?",
         lambda a: 2 if a["cpu"] else max(1, torch.accelerator.device_count()), _count, "a number, 1 or more",
     ),
     _setting("strategy", "What is sharded? full_shard is ZeRO-3, shard_grad_op ZeRO-2, shard_optim ZeRO-1.", "full_shard"),
@@ -114,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = {question.name: getattr(arguments, question.name) for question in QUESTIONS}
     told = {} if arguments.deepspeed is None else _told(Path(arguments.deepspeed))
     contents = contents_of(_answers(given, not arguments.yes, told))
+    contents.update({key: told[key] for key in _MACHINES if key in told})
     path.parent.mkdir(parents=True, exist_ok=True)
     ClusterConfig(**contents).to_yaml_file(str(path))
     print(f"Wrote {path}. Run a script with it:")
@@ -122,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _told(path: Path) -> dict[str, Any]:
-    """Return the answers that a YAML for DeepSpeed gives."""
+    """Return the answers that a YAML for DeepSpeed gives, and what it says of :data:`_MACHINES`."""
     contents = read_launch_file(path)
     if contents.get("distributed_type") != "DEEPSPEED":
         raise ConfigError(f"--deepspeed {path}: its distributed_type is {contents.get('distributed_type')}.")
@@ -130,9 +134,23 @@ def _told(path: Path) -> dict[str, Any]:
         answers = fields_of(of_yaml(contents))
     except ConfigError as error:
         raise ConfigError(f"--deepspeed {path}: {error}") from None
-    if contents.get("mixed_precision") in _PRECISIONS:
-        answers["mixed_precision"] = contents["mixed_precision"]
+    precision = _own_precision(contents) or contents.get("mixed_precision") or "no"  # as the launcher has it
+    if precision in _PRECISIONS:
+        answers["mixed_precision"] = precision
+    answers.update({key: contents[key] for key in _MACHINES if contents.get(key) is not None})
     return {**answers, "cpu": contents.get("use_cpu") is True, "num_processes": int(contents.get("num_processes") or 1)}
+
+
+def _own_precision(contents: Mapping[str, Any]) -> str | None:
+    """Return the precision in the file of DeepSpeed's own that a YAML names, which can be read; None if Accelerate's counts."""
+    path = (contents.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    config = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {}
+    enabled = {name: part.get("enabled") for name, part in sections.items() if isinstance(part, Mapping)}
+    for name, value in enabled.items():
+        if value is True:
+            return name
+    return None if not enabled or "auto" in enabled.values() else "no"
 
 
 def _answers(given: Mapping[str, str | None], ask: bool, told: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,33 @@ def test_a_file_is_not_replaced_unasked_nor_when_nobody_answers(
     monkeypatch.setattr("builtins.input", nobody)
     assert main(["config", "--force"]) == 2 and "--yes" in capsys.readouterr().err
     assert Path("accelerate_shard.yaml").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("own", "in_yaml", "precision"),
+    [
+        ({"fp16": {"enabled": True}}, None, "fp16"),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, None, "bf16"),
+        ({"bf16": {"enabled": False}}, "fp16", "no"),
+        ({"bf16": {"enabled": "auto"}}, "fp16", "fp16"),
+        ({}, None, "no"),
+    ],
+    ids=str,
+)
+def test_the_precision_of_deepspeeds_own_file_and_the_machines_are_taken_over(
+    own: dict[str, Any], in_yaml: str | None, precision: str, tmp_path: Path
+) -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, **own}), encoding="utf-8")
+    top: dict[str, Any] = {
+        "num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29501,
+        "rdzv_backend": "c10d", "same_network": False, "num_processes": 16,
+    }  # fmt: skip
+    section = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "ds.json"}}
+    path = write_yaml(tmp_path, {}, **section, **top, mixed_precision=in_yaml)
+    assert main(["config", "--yes", "--deepspeed", str(path)]) == 0
+    contents = yaml.safe_load(Path("accelerate_shard.yaml").read_text(encoding="utf-8"))
+    wanted = {**top, "mixed_precision": precision}
+    assert {key: contents[key] for key in wanted} == wanted
 
 
 def test_env_shows_versions_and_what_a_configuration_comes_to(
