@@ -6,8 +6,9 @@ stands in for data and pretrained files. The harness runs it in two folders, rec
 and compares losses and all files that the two runs have left. To add one:
 
 1.  Name the source: ``Outside`` (below the folder that the variable ``OUTSIDE`` names), ``Fetched`` (a public repository below
-    ``OUTSIDE_SOURCES``), ``Packaged`` (inside an installed package) or ``Own`` (a script of ours that uses their library).
-    Where it is not to be had the test is skipped with the reason. A digest says that nobody has edited it.
+    ``OUTSIDE_SOURCES``), ``Copied`` (one that writes beside itself), ``Packaged`` (inside an installed package) or ``Own`` (a
+    script of ours that uses their library). Where it is not to be had the test is skipped with the reason. A digest says that
+    nobody has edited it.
 2.  Make its data in ``prepare``, a function of a folder; arguments refer to that folder as ``{data}``. Make models tiny. Both
     runs start in an empty folder of their own, so let the program write to a relative path.
 3.  A stand-in is a file in ``stand_ins`` that ``Program.stand_ins`` names. It replaces data, the hub or a device that is not

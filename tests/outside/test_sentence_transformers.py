@@ -1,4 +1,4 @@
-"""Example programs of sentence-transformers, and scripts of ours for what these leave out: its Trainer, and SetFit's."""
+"""Example programs of sentence-transformers, and a script of ours that saves on rank 0 alone."""
 
 from __future__ import annotations
 
@@ -45,10 +45,63 @@ def questions(folder: Path) -> None:
         makers.rows(folder / f"work/omkar334/trec/{split}.jsonl", found)
 
 
+NANO_BEIR = (
+    "ArguAna", "ClimateFEVER", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ", "QuoraRetrieval",
+    "SCIDOCS", "SciFact", "Touche2020",
+)  # fmt: skip
+
+
+def nano_beir(folder: Path) -> None:
+    """Make the collection that evaluators read by name: of each data set documents, queries, and what BM25 might find."""
+    found = folder / "work/sentence-transformers/NanoBEIR-en"
+    documents = [f"d{n}" for n in range(20)]
+    for seed, name in enumerate(NANO_BEIR):
+        texts = [words(1000 * seed + n) for n in range(26)]
+        tables = {
+            "corpus": [{"_id": d, "text": text} for d, text in zip(documents, texts, strict=False)],
+            "queries": [{"_id": f"q{n}", "text": text} for n, text in enumerate(texts[20:])],
+            "qrels": [{"query-id": f"q{n}", "corpus-id": d} for n in range(6) for d in documents[n : n + 3]],
+            "bm25": [{"query-id": f"q{n}", "corpus-ids": documents[n:] + documents[:n]} for n in range(6)],
+        }
+        for table, lines in tables.items():
+            makers.rows(found / f"{table}/Nano{name}.jsonl", lines)
+    splits = {
+        table: "".join(f"  - split: Nano{name}\n    path: {table}/Nano{name}.jsonl\n" for name in NANO_BEIR)
+        for table in tables
+    }
+    configurations = "".join(f"- config_name: {table}\n  data_files:\n{lines}" for table, lines in splits.items())
+    (found / "README.md").write_text(f"---\nconfigs:\n{configurations}---\n")
+
+
+def answers(folder: Path) -> None:
+    """Make Natural Questions: 52 steps of both ranks, beside the thousand rows that the program evaluates."""
+    makers.bert(folder / "work/microsoft/mpnet-base")
+    found = [{"query": words(n, 6), "answer": words(50_000 + n)} for n in range(52 * 2 * 256 + 1000)]
+    makers.rows(folder / "work/sentence-transformers/natural-questions/train.jsonl", found)
+    nano_beir(folder)
+
+
+def passages(folder: Path) -> None:
+    """Make MS MARCO: ten steps of both ranks, beside the ten thousand rows that the program evaluates."""
+    makers.bert(folder / "work/answerdotai/ModernBERT-base")
+    chosen = [1, 0, 0, 0, 0, 0]
+    found = [
+        {
+            "query": words(n, 4),
+            "passages": {"is_selected": chosen, "passage_text": [words(6 * n + m, 5) for m in range(6)]},
+        }
+        for n in range(10 * 2 * 32 + 10_000)
+    ]
+    marco = folder / "work/microsoft/ms_marco"
+    makers.rows(marco / "v1.1/train.jsonl", found)
+    readme = "---\nconfigs:\n- config_name: v1.1\n  data_files:\n  - split: train\n    path: v1.1/train.jsonl\n---\n"
+    (marco / "README.md").write_text(readme)
+    nano_beir(folder)
+
+
 def pairs(folder: Path) -> None:
     makers.bert(folder / "model")
     makers.rows(folder / "pairs.jsonl", [{"anchor": words(n), "positive": words(n + 1)} for n in range(64)])
-    makers.rows(folder / "labels.jsonl", [{"text": words(n), "label": n % 2} for n in range(16)])
 
 
 PROGRAMS = [
@@ -85,13 +138,31 @@ PROGRAMS = [
         tolerance=KEYS,
     ),
     Program(
+        "sentence-transformers training_nq_prompts (CachedMultipleNegativesRankingLoss), bf16, evaluated, checkpoints",
+        example("sentence_transformer/training/prompts/training_nq_prompts.py", "fa99ce1d0e24e2dc"),
+        (),
+        ACCELERATE,
+        prepare=answers,
+        stand_ins=["no_uploads"],
+        tolerance=KEYS,
+        limit=1800,
+    ),
+    Program(
+        "sentence-transformers training_ms_marco_cmnrl of a CrossEncoder (its cached ranking loss), bf16, evaluated, saved",
+        example("cross_encoder/training/ms_marco/training_ms_marco_cmnrl.py", "8177f5770aaef1d2"),
+        (),
+        ACCELERATE,
+        prepare=passages,
+        tolerance=KEYS,
+        limit=1800,
+    ),
+    Program(
         "sentence-transformers, CachedMultipleNegativesRankingLoss, saved on rank 0",
         Own("library/cached_ranking_loss.py", "sentence_transformers"),
         ("{data}",),
         ACCELERATE,
         prepare=pairs,
     ),
-    Program("setfit, saved", Own("library/few_shot.py", "setfit"), ("{data}",), ACCELERATE, prepare=pairs),
 ]
 
 

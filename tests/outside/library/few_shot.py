@@ -1,4 +1,4 @@
-"""Trains a SetFit model, whose body is a SentenceTransformer, and saves it."""
+"""Trains a SetFit model, whose body is a SentenceTransformer, with checkpoints, and saves it."""
 
 import sys
 
@@ -10,7 +10,7 @@ data = load_dataset("json", data_files=f"{folder}/labels.jsonl", split="train")
 model = SetFitModel.from_pretrained(f"{folder}/model")
 trainer = Trainer(
     model=model,
-    args=TrainingArguments("out", batch_size=4, num_epochs=1, max_steps=4, report_to="none"),
+    args=TrainingArguments("out", batch_size=4, num_epochs=1, max_steps=4, save_steps=2, report_to="none"),
     train_dataset=data,
     eval_dataset=data,
 )

@@ -19,12 +19,13 @@ __all__ = ["Pixels", "read", "without_dates"]
 # Keys of logs whose values are times.
 _TIMES = re.compile(r"(runtime|per_second|per_sec|_time|_seconds|elapsed|time)$")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d[-_ T]\d\d[-:]\d\d[-:]\d\d([.,]\d+)?|\b1\d{9}\.\d+\b")
+_DURATION = re.compile(r"\b\d+(\.\d+)? (seconds|minutes|hours)\b")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.?\d+)(?:[eE][-+]?\d+)?")
 
 
 def without_dates(text: str) -> str:
-    """Return a text with the word DATE in place of dates with a time, and of seconds since 1970."""
-    return _DATE.sub("DATE", text)
+    """Return a text with the word DATE in place of dates with a time, and of seconds since 1970; DURATION for "2.5 minutes"."""
+    return _DURATION.sub("DURATION", _DATE.sub("DATE", text))
 
 
 class Pixels(torch.Tensor):
@@ -35,7 +36,18 @@ def read(path: Path) -> Any:
     """Return a file's contents as a tree of dicts, lists, tensors, numbers and texts."""
     if path.name.startswith("events.out.tfevents"):
         return _events(path)
+    if path.name == "model_head.pkl":
+        return _joblib(path)
     return _READERS.get(path.suffix, _text)(path)
+
+
+def _joblib(path: Path) -> Any:
+    """Return the attributes of an estimator of scikit-learn, as SetFit saves its heads."""
+    import joblib
+    import numpy
+
+    attributes = vars(joblib.load(path)).items()
+    return {name: torch.from_numpy(value) if isinstance(value, numpy.ndarray) else value for name, value in attributes}
 
 
 def _safetensors(path: Path) -> Any:

@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["bert", "images", "json_file", "language_model", "rows", "stable_diffusion", "unconditional_unet", "words"]
+__all__ = [
+    "bert",
+    "images",
+    "json_file",
+    "language_model",
+    "rows",
+    "stable_diffusion",
+    "t5",
+    "unconditional_unet",
+    "words",
+]
 
 
 def json_file(path: Path, content: Any) -> None:
@@ -141,6 +151,11 @@ def _tokenizer(folder: Path, **special: str) -> int:
     if "cls_token" in special:
         begin, end = ((special[name], vocabulary.index(special[name])) for name in ("cls_token", "sep_token"))
         found.post_processor = processors.BertProcessing(end, begin)
+    elif "eos_token" in special and "bos_token" not in special:  # as of T5, whose labels must end for it to learn to
+        end = special["eos_token"]
+        found.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, vocabulary.index(end))]
+        )
     PreTrainedTokenizerFast(tokenizer_object=found, model_max_length=64, **special).save_pretrained(folder)
     return len(vocabulary)
 
@@ -187,3 +202,23 @@ def bert(folder: Path, masked: bool = False) -> None:
     )
     kind = transformers.BertForMaskedLM if masked else transformers.BertModel
     kind(config).save_pretrained(folder)
+
+
+def t5(folder: Path) -> None:
+    """Save a T5 of 20,000 parameters and its tokenizer."""
+    import transformers
+
+    torch.manual_seed(6)
+    size = _tokenizer(folder, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    config = transformers.T5Config(
+        vocab_size=size,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)

@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Fetched", "NotThere", "Outside", "Own", "Packaged", "Source"]
+__all__ = ["Copied", "Fetched", "NotThere", "Outside", "Own", "Packaged", "Source"]
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,6 +75,23 @@ class Fetched:
         if missing:
             raise NotThere(f"not installed: {', '.join(missing)} (OUTSIDE_PACKAGES names a folder of further packages)")
         return [path]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A program that writes beside itself, and so is run from a copy, which ``prepare`` puts into the working directory.
+
+    Attributes:
+        source: what is copied.
+        path: the copy's path in the working directory.
+    """
+
+    source: Fetched
+    path: str
+
+    def command(self) -> list[str]:
+        self.source.command()
+        return [self.path]
 
 
 @dataclass(frozen=True)
