@@ -154,6 +154,26 @@ class Job:
         self._models.append(prepared)
         return prepared, optimizer
 
+    def create(
+        self,
+        make: Callable[[], nn.Module],
+        optimizer: Callable[[nn.Module], Optimizer] = sgd,
+        *,
+        blocks: tuple[type[nn.Module], ...] = (Block,),
+        file: str | None = None,
+    ) -> tuple[Any, Any]:
+        """Make a model on the device meta and put it under the engine, as :meth:`prepare` does a model with values.
+
+        Args:
+            make: makes the model.
+            optimizer: makes an optimizer of it.
+            blocks: as for :meth:`prepare`.
+            file: has its state dict, by ``torch.save``; without one its values are those that ``reset_parameters`` draws.
+        """
+        prepared, made = self._engine.create(make, optimizer, blocks, file)
+        self._models.append(prepared)
+        return prepared, made
+
     def backward(self, loss: Tensor, model: nn.Module, **arguments: Any) -> None:
         """Call ``loss.backward()``, or what the engine has in place of it."""
         self._engine.backward(loss, model, **arguments)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 __all__ = ["ENGINES", "Engine", "NotApplicable", "Options"]
 
 Optimizer = torch.optim.Optimizer
+MakesModel: TypeAlias = Callable[[], nn.Module]
 MakesOptimizer: TypeAlias = Callable[[nn.Module], Optimizer]
 Blocks: TypeAlias = tuple[type[nn.Module], ...]
 Context: TypeAlias = contextlib.AbstractContextManager[Any]
@@ -79,6 +80,19 @@ class Engine:
     def wrap(self, model: nn.Module, blocks: Blocks, options: Options) -> nn.Module:
         return model
 
+    def create(self, make: MakesModel, optimizer: MakesOptimizer, blocks: Blocks, file: str | None) -> tuple[Any, Any]:
+        """Make a model on the device meta and :meth:`prepare` it, in the way for models that no rank has memory for, if any.
+
+        Its values are those that ``reset_parameters`` draws, or those of a file with its state dict.
+        """
+        model = _on_meta(make)
+        model.to_empty(device="cpu")
+        if file is None:
+            _reset(model)
+        else:
+            model.load_state_dict(_mapped(file))
+        return self.prepare(model, optimizer, blocks, Options())
+
     def unwrapped(self, model: Any) -> Any:
         """Return what passes attributes and state dicts of the module on."""
         return model
@@ -106,6 +120,27 @@ def _full(tensor: Any) -> Tensor:
     tensor = tensor.detach()
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
+
+
+def _on_meta(make: MakesModel) -> nn.Module:
+    """Make a model without memory. What is drawn for it later begins with one seed, however much was drawn for meta."""
+    with torch.device("meta"):
+        model = make()
+    torch.manual_seed(0)
+    return model
+
+
+def _reset(model: nn.Module) -> None:
+    """Initialise all layers in the order in which they were made."""
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+
+
+def _mapped(file: str) -> dict[str, Tensor]:
+    """Return a state dict whose tensors take no memory but the file's pages."""
+    state: dict[str, Tensor] = torch.load(file, mmap=True)
+    return state
 
 
 class _OfTorch(Engine):
@@ -137,7 +172,13 @@ class DDP(_OfTorch):
 class FSDP1(_OfTorch):
     label = "FSDP1"
 
-    def wrap(self, model: nn.Module, blocks: Blocks, options: Options) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        options: Options,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+    ) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -149,7 +190,23 @@ class FSDP1(_OfTorch):
             auto_wrap_policy=ModuleWrapPolicy(blocks),
             mixed_precision=MixedPrecision(torch.bfloat16) if options.mixed else None,
             device_id=torch.device("cpu"),
+            param_init_fn=param_init_fn,
         )
+
+    def create(self, make: MakesModel, optimizer: MakesOptimizer, blocks: Blocks, file: str | None) -> tuple[Any, Any]:
+        model = _on_meta(make)
+        if file is None:  # it calls reset_parameters itself
+            return self.prepare(model, optimizer, blocks, Options())
+        state = _mapped(file)
+        names = {module: name for name, module in model.named_modules()}
+
+        def fill(module: nn.Module) -> None:
+            module.to_empty(device="cpu", recurse=False)
+            for name, p in module.named_parameters(recurse=False):
+                p.data.copy_(state[f"{names[module]}.{name}".lstrip(".")])
+
+        wrapped = self.wrap(model, blocks, Options(), fill)
+        return wrapped, optimizer(wrapped)
 
     def no_sync(self, model: Any) -> Context:
         return model.no_sync()
@@ -181,6 +238,17 @@ class FSDP2(_OfTorch):
                 fully_shard(module, **policies)
         fully_shard(model, **policies)
         return model
+
+    def create(self, make: MakesModel, optimizer: MakesOptimizer, blocks: Blocks, file: str | None) -> tuple[Any, Any]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        model = self.wrap(_on_meta(make), blocks, Options())
+        model.to_empty(device="cpu")
+        if file is None:
+            _reset(model)
+        else:
+            set_model_state_dict(model, _mapped(file), options=StateDictOptions(full_state_dict=True))
+        return model, optimizer(model)
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -217,6 +285,10 @@ class ZeRO3(Engine):
 
         # An optimizer of the user's own is made before the model is wrapped, and handed over.
         own = optimizer if isinstance(optimizer, Optimizer) else optimizer(model)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=self._config(options))
+        return engine, _ZeROOptimizer(engine, own)
+
+    def _config(self, options: Options) -> dict[str, Any]:
         zero: dict[str, Any] = {
             "stage": 3,
             # So small a model would not be sharded, or stay gathered once it was used.
@@ -227,7 +299,7 @@ class ZeRO3(Engine):
         }
         if options.offload:
             zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-        config = {
+        return {
             "train_micro_batch_size_per_gpu": 4,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
@@ -236,8 +308,23 @@ class ZeRO3(Engine):
             "gradient_clipping": options.clip or 0.0,
             "bf16": {"enabled": options.mixed},
         }
-        engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config)
-        return engine, _ZeROOptimizer(engine, own)
+
+    def create(self, make: MakesModel, optimizer: MakesOptimizer, blocks: Blocks, file: str | None) -> tuple[Any, Any]:
+        import deepspeed
+
+        torch.manual_seed(0)
+        # It has no use for meta: each layer is divided among the ranks once it has been made.
+        with deepspeed.zero.Init(config_dict_or_path=self._config(Options())):
+            model = make()
+        state = {} if file is None else _mapped(file)
+        for prefix, module in model.named_modules():
+            own = dict(module.named_parameters(prefix, recurse=False))
+            if own and state:
+                with deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=0):
+                    for name, p in own.items():
+                        if torch.distributed.get_rank() == 0:
+                            p.data.copy_(state[name])
+        return self.prepare(model, optimizer, blocks, Options())
 
     def unwrapped(self, model: Any) -> Any:
         return model.module
@@ -296,6 +383,14 @@ class This(Engine):
         precision = torch.bfloat16 if options.mixed else None
         torch_shard.shard(model, units=units, precision=precision, offload="cpu" if options.offload else None)
         return model
+
+    def create(self, make: MakesModel, optimizer: MakesOptimizer, blocks: Blocks, file: str | None) -> tuple[Any, Any]:
+        import torch_shard
+
+        model = _on_meta(make)
+        if file is not None:
+            torch_shard.from_files(model, file)
+        return self.prepare(model, optimizer, blocks, Options())
 
     def no_sync(self, model: Any) -> Context:
         return _engine_of(model).no_sync()

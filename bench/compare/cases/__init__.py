@@ -2,5 +2,5 @@
 
 from importlib import import_module
 
-for _name in ("steps", "forwards", "weights", "graphs", "modules", "optimizers", "alone", "refused"):
+for _name in ("steps", "forwards", "weights", "graphs", "modules", "building", "optimizers", "alone", "refused"):
     import_module(f"{__name__}.{_name}")

@@ -86,6 +86,27 @@ def spectral_norm(job: Job) -> None:
         job.train(model, optimizer, x)
 
 
+class Symmetric(nn.Module):
+    """Makes a symmetric matrix of the upper triangle of another one."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+def _with_symmetric_weight(width: int) -> nn.Module:
+    layer = nn.Linear(width, width)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+@case("a parametrization of one's own, `register_parametrization`", test="test_parametrizations_of_weights")
+def own_parametrization(job: Job) -> None:
+    layers = (nn.Sequential(_with_symmetric_weight(5), nn.Tanh()) for _ in range(2))
+    model, optimizer = job.prepare(nn.Sequential(*layers))
+    for x in job.batches(3):
+        job.train(model, optimizer, x)
+
+
 @case("convolutions in `channels_last`", test="test_conv_nets_in_channels_last_keep_their_strides")
 def channels_last(job: Job) -> None:
     torch.manual_seed(0)
@@ -113,6 +134,19 @@ def resnet(job: Job) -> None:
     model.eval()
     with torch.no_grad():
         job.see("evaluation", model(job.batch(9, 3, 8, 8, shared=True)))
+
+
+@case(
+    "`nn.SyncBatchNorm` with its statistics as they are (`model.eval()`), trained through",
+    test="test_sync_batch_norm_in_evaluation",
+    note="With statistics of the batch torch computes it on GPUs only. On CPUs DDP refuses it in any case.",
+)
+def sync_batch_norm(job: Job) -> None:
+    model, optimizer = job.prepare(nn.SyncBatchNorm.convert_sync_batchnorm(ResNet()), blocks=(Residual,))
+    model.eval()
+    for x in job.batches(3, 3, 8, 8):
+        job.train(model, optimizer, x)
+    job.see("buffers", [buffer.clone() for buffer in model.buffers()])
 
 
 @case(

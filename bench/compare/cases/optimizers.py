@@ -26,6 +26,16 @@ def adamw(job: Job) -> None:
     _train(job, lambda m: O.AdamW(m.parameters(), lr=0.01))
 
 
+@case("AdamW, `foreach=True`", test="test_an_optimizer_steps_as_on_the_plain_model")
+def adamw_foreach(job: Job) -> None:
+    _train(job, lambda m: O.AdamW(m.parameters(), lr=0.01, foreach=True))
+
+
+@case("AdamW, `fused=True`", test="test_an_optimizer_steps_as_on_the_plain_model")
+def adamw_fused(job: Job) -> None:
+    _train(job, lambda m: O.AdamW(m.parameters(), lr=0.01, fused=True))
+
+
 @case("RMSprop", test="test_an_optimizer_steps_as_on_the_plain_model")
 def rmsprop(job: Job) -> None:
     _train(job, lambda m: O.RMSprop(m.parameters(), lr=0.01, momentum=0.9))

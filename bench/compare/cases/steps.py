@@ -293,3 +293,12 @@ def zeroed(job: Job) -> None:
         job.backward(loss_of(model(x)), model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+
+
+@case("`model.zero_grad()`, not the optimizer's", test="test_zero_grad")
+def zeroed_by_model(job: Job) -> None:
+    model, optimizer = job.prepare(MLP(), lambda m: sgd(m, momentum=0.9))
+    for x in job.batches(3):
+        job.backward(loss_of(model(x)), model)
+        optimizer.step()
+        model.zero_grad()

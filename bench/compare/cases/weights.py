@@ -174,6 +174,23 @@ def plain_state_loaded(job: Job) -> None:
     job.train(model, optimizer, job.batch(1))
 
 
+@case(
+    "`model.load_state_dict(state, strict=False)` with an entry that is missing and one that is not expected",
+    test="test_load_state_dict_of_the_module_takes_whole_tensors",
+    note="`model.module.load_state_dict` for DDP and ZeRO-3.",
+)
+def loaded_in_part(job: Job) -> None:
+    torch.manual_seed(8)
+    state = MLP().state_dict()
+    del state["inp.weight"]
+    state["new"] = torch.zeros(1)
+    model, optimizer = job.prepare(MLP())
+    job.train(model, optimizer, job.batch(0))
+    result = job.unwrapped(model).load_state_dict(state, strict=False)
+    job.see("keys", [list(result.missing_keys), list(result.unexpected_keys)])
+    job.train(model, optimizer, job.batch(1))
+
+
 class Odd(nn.Module):
     """A linear layer, and a parameter of an odd shape."""
 
