@@ -11,18 +11,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch_shard import Offload
 from torch_shard.errors import ConfigError
+from torch_shard.frontend.deepspeed_settings import OFFLOADS, settings_of_zero
 
 from .translation import Arguments, Translation
 
 __all__ = ["from_deepspeed"]
 
-_STRATEGIES = {0: "no_shard", 1: "shard_optim", 2: "shard_grad_op", 3: "full_shard"}
 _FILE_VARIABLE = "PL_DEEPSPEED_CONFIG_PATH"
 # DeepSpeed computes in 16 bits from parameters stored in fp32, whichever of the two names is given.
 _PRECISIONS = {"16-true": "16-mixed", "bf16-true": "bf16-mixed"}
-_NVME = "/local_nvme"
+# The places of keys in a configuration whose arguments have other names.
+_ARGUMENTS = {"offload_optimizer.device": "offload_optimizer_device", "offload_param.device": "offload_params_device"}
 
 _ALWAYS = (
     "allgather_partitions", "contiguous_gradients", "load_full_weights", "overlap_comm", "reduce_scatter", "remote_device",
@@ -41,7 +41,7 @@ _KEYS_WITHOUT_EFFECT = {
     "activation_checkpointing", "aio", "checkpoint", "comms_logger", "csv_monitor", "dump_state", "flops_profiler",
     "memory_breakdown", "monitor_config", "steps_per_print", "tensorboard", "wall_clock_breakdown", "wandb",
 }  # fmt: skip
-_ZERO_KNOWN = {"stage", "offload_optimizer", "offload_param"}
+_ZERO_KNOWN = {"stage", *OFFLOADS}
 _ZERO_REFUSED = {"mics_shard_size", "zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights"}
 
 
@@ -61,13 +61,10 @@ def from_deepspeed(given: dict[str, Any], defaults: dict[str, Any]) -> Translati
         arguments.end()
     else:  # then Lightning uses no other arguments
         zero = _of_config(path if isinstance(path, Mapping) else _read(path), found)
-    stage = zero.get("stage", 2 if path is None else 0)
-    if stage not in _STRATEGIES:
-        raise ConfigError(f"DeepSpeedStrategy: stage must be 0, 1, 2 or 3, not {stage!r}.")
-    found.config["strategy"] = _STRATEGIES[stage]
-    offload = _offload(zero)
+    found.config["strategy"], offload, unused = settings_of_zero(zero, _argument if path is None else _key)
     if offload is not None:
         found.config["offload"] = offload
+    found.unused += unused
     return found
 
 
@@ -127,21 +124,9 @@ def _refused(key: str, remedy: str) -> ConfigError:
     return ConfigError(f"DeepSpeedStrategy: the key {key} of the configuration has no counterpart. {remedy}.")
 
 
-def _offload(zero: Mapping[str, Any]) -> Offload | None:
-    parts = [zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}]
-    devices = [str(part.get("device") or ("cpu" if part else "none")) for part in parts]
-    for device in devices:
-        if device not in ("none", "cpu", "nvme"):
-            raise ConfigError(f"DeepSpeedStrategy: offload must be to none, cpu or nvme, not {device!r}.")
-    optimizer, params = devices
-    if optimizer == params == "none":
-        return None
-    settings: dict[str, Any] = {"params": params != "none"}
-    for part, device in zip(parts, devices, strict=True):
-        if device == "nvme":
-            settings["nvme"] = str(part.get("nvme_path") or _NVME)
-        if part.get("pin_memory") is not None and device != "none":
-            settings["pin_memory"] = bool(part["pin_memory"])
-    if params == "nvme":
-        settings["nvme_params"] = True
-    return Offload(**settings)
+def _argument(place: str) -> str:
+    return f"DeepSpeedStrategy.{_ARGUMENTS.get(place, place.rpartition('.')[2])}"
+
+
+def _key(place: str) -> str:
+    return f"zero_optimization.{place}"
