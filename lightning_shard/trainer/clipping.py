@@ -12,9 +12,14 @@ from typing import Any
 
 __all__ = ["ShardedClipping", "with_sharded_clipping"]
 
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
 
 class ShardedClipping:
-    """Clips gradients through the engine. It is mixed into the class of each plugin, whose name stays."""
+    """Clips gradients through the engine, unless the user's plugin clips in its own way.
+
+    It is mixed into the class of each plugin, whose name stays.
+    """
 
     _plain_class: Any
     _shard_strategy: Any = None
@@ -22,7 +27,7 @@ class ShardedClipping:
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Scale this optimizer's gradients to a global norm of at most `clip_val`. Collective."""
         engine = self._engine()
-        if engine is None:
+        if engine is None or self._is_users("clip_grad_by_norm"):
             super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
         else:
             engine.clip_grad_norm_(float(clip_val), parameters=list(self.main_params(optimizer)))  # type: ignore[attr-defined]
@@ -30,10 +35,15 @@ class ShardedClipping:
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Limit each element of this optimizer's gradients to ``[-clip_val, clip_val]``."""
         engine = self._engine()
-        if engine is None:
+        if engine is None or self._is_users("clip_grad_by_value"):
             super().clip_grad_by_value(optimizer, clip_val)  # type: ignore[misc]
         else:
             engine.clip_grad_value_(float(clip_val), parameters=list(self.main_params(optimizer)))  # type: ignore[attr-defined]
+
+    def _is_users(self, method: str) -> bool:
+        """Return True if a method of the plugin's own class is not Lightning's: then it clips, as under DDP."""
+        package = getattr(getattr(self._plain_class, method), "__module__", "").partition(".")[0]
+        return package not in _LIGHTNING
 
     def _engine(self) -> Any:
         return None if self._shard_strategy is None else self._shard_strategy.engine_or_none

@@ -8,12 +8,14 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as PrecisionPlugin
 from torch import nn
 
 from lightning_shard.trainer.clipping import ShardedClipping
 from tests.lightning.support import (
     NAMESPACES,
     Net,
+    assert_same_state,
     both_namespaces,
     fitted,
     loader,
@@ -111,6 +113,27 @@ def test_the_users_own_plugin_class_is_kept():
 
     t = trainer("lightning", 1, plugins=[Own("bf16-mixed", "cpu")])
     assert isinstance(t.precision_plugin, Own) and isinstance(t.precision_plugin, ShardedClipping)
+
+
+class Shrinks(PrecisionPlugin):
+    """Clips in its own way."""
+
+    def clip_grad_by_norm(self, optimizer, clip_val):
+        for param in self.main_params(optimizer):
+            param.grad.mul_(clip_val)
+
+    def clip_grad_by_value(self, optimizer, clip_val):
+        self.clip_grad_by_norm(optimizer, clip_val / 2)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@ranks(2)
+def test_clipping_of_the_users_own_plugin_is_that_of_a_single_device(world_size, algorithm):
+    expected, module = Net(), Net()
+    for n, each in ((1, expected), (world_size, module)):
+        options = {"plugins": [Shrinks()], "gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+        trainer("lightning", n, "auto" if n == 1 else "shard", **options).fit(each, loader(n))
+    assert_same_state(module.state_dict(), expected.state_dict())
 
 
 REFUSED = [f"{name}Precision" for name in ("Bitsandbytes", "DeepSpeed", "FSDP", "TransformerEngine", "XLA")]
