@@ -17,6 +17,7 @@ from torch_shard.errors import ConfigError
 from torch_shard.frontend import clip_norm, engines_over, limit_values, word_remedies
 
 from ..strategy import precision as _precision
+from ..strategy.metric_states import move_states
 from ..strategy.processes import ProcessesMixin, mesh_on
 from ..strategy.settings import SettingsMixin, same_config
 from ..strategy.signature import show_settings
@@ -135,9 +136,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
                 "strategy.engine_of(module).close()."
             )
         self._modules = [ref for ref in self._modules if ref() not in (None, module)] + [weakref.ref(module)]
-        for part in module.modules():
-            if type(part)._apply is not nn.Module._apply and next(part.parameters(), None) is None:
-                part.to(self.root_device)  # metrics keep their state outside buffers
+        move_states(module, self.root_device)
         return ForwardModule(module)
 
     def setup_optimizer(self, optimizer: Any) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 import torch_shard
 from torch_shard import Engine, ShardConfig
@@ -24,6 +23,7 @@ from .._private import Private, run_as_forward
 from ..checkpoint.full import is_sharded
 from ..checkpoint.strategy_mixin import CheckpointMixin
 from ..strategy import precision as _precision
+from ..strategy.metric_states import move_states
 from ..strategy.processes import ProcessesMixin, mesh_on
 from ..strategy.settings import SettingsMixin, same_config
 from ..strategy.signature import show_settings
@@ -196,9 +196,7 @@ class TrainerStrategyMixin(
         assert self.lightning_module is not None
         # Never Module.to(): it would replace the parameters one by one.
         self._private.update_properties(self.lightning_module, device=self.root_device)
-        for module in self.lightning_module.modules():
-            if type(module)._apply is not nn.Module._apply and next(module.parameters(), None) is None:
-                module.to(self.root_device)
+        move_states(self.lightning_module, self.root_device)
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
