@@ -294,6 +294,33 @@ def test_a_registered_method_shards_the_model(rank):
         torch.testing.assert_close(m.weight.grad.full_tensor(), (grads[0] + grads[1]) / 2)
 
 
+class Notes(Method):
+    """Notes the dtypes of the inputs and of the result, before they are cast."""
+
+    def encode(self, x, *, scale):
+        result = super().encode(x) * scale
+        self.seen = (x.dtype, scale.dtype, result.dtype)
+        return {"encoded": result}
+
+
+@ranks(2)
+def test_a_registered_method_computes_as_the_policy_of_its_module_says(rank):
+    low = torch.bfloat16
+    x, scale = batch(rank, 0).float(), torch.tensor([2.0, 0.5, 1.0])
+    for policy, seen, dtype in (
+        (MixedPrecisionPolicy(low, torch.float32), low, low),
+        (MixedPrecisionPolicy(low, torch.float32, output_dtype=torch.float32), low, torch.float32),
+        (MixedPrecisionPolicy(output_dtype=low), torch.float32, low),
+    ):
+        model = fully_shard(Notes().float(), mp_policy=policy)
+        register_fsdp_forward_method(model, "encode")
+        expected = Notes().float().encode(x, scale=scale)["encoded"]
+        for _ in range(2):  # the first call shards
+            found = model.encode(x, scale=scale)["encoded"]
+            assert model.seen == (seen, seen, seen) and found.dtype is dtype
+            torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.1)
+
+
 @ranks(2)
 def test_a_mesh_of_one_dimension_is_the_models(rank):
     mesh = init_device_mesh("cpu", (2,))

@@ -10,13 +10,18 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.streams import current_streams
-from ..engine import engine_of
+from ..config.precision import NONE, precision_of
+from ..engine import Engine, engine_of
 from ..errors import ConfigError, ShardPicklingError
+from ..runtime.mixed_precision_hooks import cast as in_dtype
+from ..runtime.mixed_precision_hooks import cast_outputs
+from ..unshard.gathered import units_of
 from . import deferred_wrap
 from .module_mixin import WrappedModule, class_over
 from .translate_settings import of_fully_shard, unused
@@ -330,9 +335,10 @@ def _close(module: nn.Module) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a wrapped module shard the model, as its forward does. Not collective; other modules are left alone.
+    """Make a method of a wrapped module shard the model and cast as its forward does. Not collective.
 
-    Parameters that methods use are gathered anyway, so this is needed only for a method that runs before any forward.
+    Parameters that methods use are gathered anyway, so this is needed only for a method that runs before any forward, or whose
+    inputs and outputs the module's ``mp_policy`` is to cast. Other modules are left alone.
 
     Raises:
         ConfigError: there is no such method.
@@ -346,10 +352,28 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def sharded_first(self: Any, *args: Any, **kwargs: Any) -> Any:
-        deferred_wrap.engine_around(self)
-        return method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+        inputs, outputs = _casts(self, deferred_wrap.engine_around(self))
+        if inputs is not None:
+            args, kwargs = in_dtype(args, inputs), in_dtype(kwargs, inputs)
+        result = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
+        return result if outputs is None else cast_outputs(result, outputs)
 
     setattr(module, method_name, types.MethodType(sharded_first, module))
+
+
+def _casts(module: nn.Module, engine: Engine) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes to which a wrapped module's policy casts inputs and outputs; None where it leaves them."""
+    mark = deferred_wrap.mark_of(module)
+    assert mark is not None
+    asked, applied = mark.request.precision or NONE, precision_of(engine.config.precision)
+    inputs = applied.param_dtype if asked.param_dtype is not None and applied.cast_inputs else None
+    if inputs is not None:
+        params = deferred_wrap.own_params(module)
+        units = units_of(engine._runtime, params)
+        # Full parameters that the program has gathered are as they are stored.
+        if units and all(unit.is_summoned for unit in units):
+            inputs = next((p.dtype for p in params if p.is_floating_point()), inputs)
+    return inputs, asked.output_dtype
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
