@@ -47,8 +47,8 @@ class CheckpointMixin(SavingMixin):
     _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
 
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
-    # Lightning's restore_checkpoint_after_setup (False) and lightning_restore_optimizer (True) are right: as with DDP, hooks see
-    # a checkpoint before set-up, and optimizers are configured after it. The module is sharded when its state is about to be
+    # Lightning's restore_checkpoint_after_setup (False) and lightning_restore_optimizer (True) are right: as with DDP, hooks
+    # see a checkpoint before set-up, and optimizers are configured after it. The module is sharded when its state is about to be
     # loaded (load_model_state_dict), and optimizer states go through load_optimizer_state_dict.
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -130,11 +130,6 @@ class TrainerStrategyMixin(
         with meta, self.precision_plugin.tensor_init_context():
             yield
 
-    @contextlib.contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Do nothing: the model is sharded in :meth:`setup`."""
-        yield
-
     def setup(self, trainer: Any) -> None:
         """Shard the model and, for ``fit``, configure the optimizers over the sharded parameters. Collective."""
         if not self._prepared:  # else a checkpoint has been loaded into it
