@@ -15,8 +15,10 @@ import torch
 import torch.cuda.amp.common as amp_common
 import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils.checkpoint import DefaultDeviceType
 
 __all__ = ["CudaStandIn", "Places"]
@@ -70,12 +72,13 @@ class CudaStandIn(TorchFunctionMode):
         self._places = places
         self._in_float32 = _functions(_FLOAT32)
         self._accumulate_in_float32 = _functions(_ACCUMULATE_IN_FLOAT32)
+        self._recomputing: nn.Module | None = None
         self._attention = F.scaled_dot_product_attention
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Enter it, and replace what torch says of this machine's device, too."""
-        kernels = ("cpu", *torch_optimizer._get_foreach_kernels_supported_devices())
+        kernels = ("cpu", *_get_foreach_kernels_supported_devices())
         with (
             _replaced(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: list(kernels)),
             _replaced(amp_common, "amp_definitely_not_available", lambda: False),
@@ -86,16 +89,32 @@ class CudaStandIn(TorchFunctionMode):
             _replaced(F, "scaled_dot_product_attention", self._attend),
             self,
         ):
-            yield
+            hooks = (
+                register_module_forward_pre_hook(self._recomputes),
+                register_module_forward_hook(self._has_recomputed, always_call=True),
+            )
+            try:
+                yield
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+    def _recomputes(self, module: nn.Module, args: object) -> None:
+        """Enter it again: autograd runs without such modes, and so would the forwards that checkpoints recompute."""
+        if self._recomputing is None and torch._C._current_graph_task_id() != -1:
+            self._recomputing = module
+            self.__enter__()
+
+    def _has_recomputed(self, module: nn.Module, args: object, output: object) -> None:
+        if self._recomputing is module:
+            self._recomputing = None
+            self.__exit__(None, None, None)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one function of torch."""
         kwargs = {} if kwargs is None else kwargs
-        if func is Tensor.backward:
-            with self:  # what checkpoints recompute in it is a forward
-                return _backward(*args, **kwargs)
         if func is Tensor.to:
             return self._to(*args, **kwargs)
         if func is Tensor.cuda or func is Tensor.cpu:
@@ -191,17 +210,6 @@ class CudaStandIn(TorchFunctionMode):
         return _aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-
-
-def _backward(
-    tensor: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what ``Tensor.backward`` does, past the check for modes."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _is_half(value: Any) -> bool:

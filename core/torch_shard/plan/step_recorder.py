@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
                 break
 
     def _mark(self, call: int) -> None:
-        self._marks[0].append(torch.autograd._get_sequence_nr())
+        self._marks[0].append(torch._C._autograd._get_sequence_nr())
         self._marks[1].append(call)
 
     def _follow_backward(self) -> None:
@@ -338,7 +338,8 @@ class Recorder(TorchDispatchMode):
             if known.nbytes == nbytes:
                 return known
             self._ended(known, storage._cdata)
-        record = _Storage(len(self._all), nbytes, tensor.device.type, len(self._events), len(self._segments) - 1)
+        place = place or (self._device if known is None else known.device)
+        record = _Storage(len(self._all), nbytes, place, len(self._events), len(self._segments) - 1)
         if known is not None:
             record.kind, record.name = known.kind, known.name
         record.watch = weakref.ref(storage, partial(_end, weakref.ref(self), record, storage._cdata))
@@ -470,9 +471,7 @@ class Recorder(TorchDispatchMode):
             self._extend_backward()
 
     def _module(self, segment: _Segment) -> str | None:
-        running = -1
-        if segment.phase == "backward":
-            running = self._backward_of
+        running = self._backward_of if segment.phase == "backward" else -1
         if self._stack and (segment.recompute or segment.phase == "forward"):
             running = self._stack[-1][0]
         return self._calls[running].module if running >= 0 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -100,7 +100,7 @@ def _explained(error: Exception, failure: Failure | None) -> TraceError:
 @contextmanager
 def _foreach_on_fakes() -> Iterator[None]:
     """Let torch choose its multi-tensor kernels for fake tensors as it would for real ones, which it decides by the type."""
-    lists = [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]
+    lists: list[Any] = [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]
     for types in lists:
         types.append(FakeTensor)
     try:
