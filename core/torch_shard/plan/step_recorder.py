@@ -54,7 +54,7 @@ _DEVICE = torch.ops.prim.device.default
 # They take real tensors on purpose: FakeTensorMode remembers the values of small constants.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _FEW_ZEROS = 16 << 20  # bytes
-_TORCH = str(Path(torch.__file__).parent)
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
 
 
@@ -483,7 +483,7 @@ class Recorder(TorchDispatchMode):
             dtype = args[0].dtype
             value = 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
             if frame.f_code.co_filename.endswith("grad_scaler.py"):
                 value = 0.0  # no gradient is infinite, so that the optimizer steps
             frame = frame.f_back
