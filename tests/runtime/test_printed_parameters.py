@@ -23,8 +23,14 @@ TEXTS: dict[str, Callable[[nn.Module], str]] = {
     "data": lambda m: f"{m.second.bias.data!s:}",
     "what was computed": torch.no_grad()(lambda m: str(m.first.weight * 2)),
     "numbers": lambda m: str(m.second.bias.tolist()),
-    "a frozen parameter": lambda m: str(m.second.bias.requires_grad_(False)),
+    "a frozen parameter": lambda m: frozen(m.second.bias),
 }
+
+
+def frozen(param: torch.Tensor) -> str:
+    text = str(param.requires_grad_(False))
+    param.requires_grad_(True)  # one rank alone has frozen it
+    return text
 
 
 @pytest.mark.parametrize("text", quick(TEXTS, ["a parameter", "a scalar", "values"]))
