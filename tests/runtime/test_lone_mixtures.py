@@ -57,7 +57,7 @@ def test_ranks_that_read_different_flat_buffers_of_a_unit_get_their_own(rank: in
 
 
 @ranks(2)
-def test_a_rank_that_is_late_for_several_reads_before_the_step_finds_the_values_of_before(rank: int) -> None:
+def test_a_rank_that_is_late_for_reads_before_the_step_finds_the_values_of_before(rank: int) -> None:
     sharded, engine, reference = made(alone_after=0.1)
     for late in (1, 0):
         found = []
