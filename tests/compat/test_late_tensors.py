@@ -12,7 +12,7 @@ from tests.compat.harness import train_both
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
 from torch_shard.engine import engine_of
-from torch_shard.unit.unit import State
+from torch_shard.schedule.unit_state import State
 
 WIDTH = 5
 

@@ -15,7 +15,7 @@ from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
 from tests.support.models import Contained, Recurrent, ResNet
 from tests.support.ranks import ranks
-from torch_shard.unit.unit import State
+from torch_shard.schedule.unit_state import State
 from torch_shard.versions import at_least
 
 

@@ -17,7 +17,7 @@ CORE = ROOT / "core" / "torch_shard"
 
 # Each room of core/torch_shard may import those before it. "ground" and "engine" are files that lie flat.
 ORDER = (
-    "ground", "utils", "layout", "numerics", "config", "comm", "plan", "offload", "shard_tensor", "unit", "runtime",
+    "ground", "utils", "layout", "numerics", "config", "comm", "schedule", "plan", "offload", "shard_tensor", "unit", "runtime",
     "unshard", "setup", "grad_clip", "optim", "state", "checkpoint", "engine", "frontend", "fsdp", "launch", "selftest", "cli",
 )  # fmt: skip
 GROUND = {"errors", "log", "versions"}

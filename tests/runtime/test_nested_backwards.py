@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import Pair, batch, plain_backward, train_both
 from tests.support.ranks import ranks
-from torch_shard.unit.unit import State
+from torch_shard.schedule.unit_state import State
 
 
 class Around(nn.Module):

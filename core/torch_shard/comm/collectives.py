@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +21,7 @@ from .gradient_reduction import Reduction
 from .one_sided.service import Service
 from .registered_memory import RegisteredMemory
 from .small_collectives import ScalarComm
+from .spare_buffers import SpareBuffers
 from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
 from .work import Channel, OnStream, Pending, raise_if_lost
@@ -129,8 +130,7 @@ class Collectives:
     replica_stream: Any = None
     released: set[Any] = field(default_factory=set)
     memory: RegisteredMemory | None = None
-    _spare: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
-    _expected: Counter[Any] = field(default_factory=Counter)
+    _spares: SpareBuffers[torch.Tensor] = field(default_factory=SpareBuffers)
 
     def __post_init__(self) -> None:
         self.streams = streams_of(self.device)
@@ -292,20 +292,12 @@ class Collectives:
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Declare the buffers that the reductions of the coming backward will take.
-
-        A buffer that is given back is kept for reuse only if a later reduction expects it.
-        """
-        self._expected = Counter(buffers)
+        """Declare the buffers that the reductions of the coming backward will take, by length and dtype."""
+        self._spares.expect(buffers)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D buffer, a spare one if there is one. (On GPUs the CUDA caching allocator reuses memory by itself.)"""
-        key = numel, dtype
-        spare = self._spare.get(key)
-        found = spare.pop() if spare else None
-        self._expected[key] -= 1
-        if self._expected[key] <= 0:
-            self._spare.pop(key, None)
+        found = self._spares.take((numel, dtype))
         if found is not None:
             return found
         with outside_inference(), _NO_CONTEXT if self.memory is None else self.memory.use():
@@ -313,9 +305,8 @@ class Collectives:
 
     def give(self, buffer: torch.Tensor) -> None:
         """Give back a buffer of :meth:`take`."""
-        key = buffer.numel(), buffer.dtype
-        if self.reduce_stream is None and self._expected[key] > 0:
-            self._spare.setdefault(key, []).append(buffer)
+        if self.reduce_stream is None:
+            self._spares.give((buffer.numel(), buffer.dtype), buffer)
 
     @property
     def in_one_order(self) -> bool:
@@ -333,7 +324,7 @@ class Collectives:
 
     def drop_spares(self) -> None:
         """Release the spare buffers."""
-        self._spare.clear()
+        self._spares.drop()
 
     def reduce(self, grad: torch.Tensor, what: str, streams: Sequence[Any] = (), mean: bool = False) -> Reduction:
         """Begin to sum `grad` over the ranks; each rank gets its own slot of the sum. Collective.

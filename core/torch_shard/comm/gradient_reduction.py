@@ -16,13 +16,7 @@ from .work import POLL, Pending
 if TYPE_CHECKING:
     from .collectives import Collectives
 
-__all__ = ["IN_FLIGHT", "IN_FLIGHT_ON_STREAMS", "Reduction", "cast"]
-
-# How many reductions may be in flight before backward pauses for the oldest. Each reduction holds its unit's gradients and, over
-# Gloo, a buffer of the same size for the values received. The pause is short: a rank that leaves a parameter unused issues its
-# reductions only at the end of backward, and until then it may need a gather from this rank. On a GPU one more reduction is
-# allowed, because the GPU's queue would run empty while the host waits.
-IN_FLIGHT, IN_FLIGHT_ON_STREAMS = 1, 2
+__all__ = ["Reduction", "cast"]
 
 
 @dataclass(eq=False)

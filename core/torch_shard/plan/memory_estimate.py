@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..comm.gradient_reduction import IN_FLIGHT_ON_STREAMS
 from ..config.offload import IN_FLIGHT, PAGED, STAGED
 from ..layout.flat_layout import FlatLayout, ParamMeta
+from ..schedule.reduction_order import IN_FLIGHT_ON_STREAMS
 
 if TYPE_CHECKING:
     from ..config.param_dtypes import Dtypes
     from .plan import ParamInfo, Plan, UnitPlan
 
-__all__ = ["PredictedBytes", "mib", "predicted_bytes", "shard_numel"]
+__all__ = ["PredictedBytes", "layout_of", "mib", "predicted_bytes", "shard_numel"]
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,13 @@ def _shards(plan: Plan, unit: UnitPlan) -> Iterator[_Shard]:
 
 def shard_numel(params: Sequence[ParamInfo], ranks: int) -> int:
     """Return the elements of one rank's shard of a flat buffer with these parameters, padding included."""
+    return layout_of(params, ranks).shard_numel
+
+
+def layout_of(params: Sequence[ParamInfo], ranks: int) -> FlatLayout:
+    """Return the layout of a flat buffer with these parameters, each as one dimension of the length that it has on a rank."""
     metas = (ParamMeta(p.name, (p.local_numel,), (1,)) for p in params)
-    return FlatLayout.build(metas, params[0].dtypes.smallest, ranks).shard_numel
+    return FlatLayout.build(metas, params[0].dtypes.smallest, ranks)
 
 
 def _gradients_in_step(plan: Plan, unit: UnitPlan) -> int:

@@ -21,10 +21,11 @@ import torch
 
 from ..errors import ConfigError, ShardError, UnitStateError
 from ..log import ANY_RANK, logger
+from ..schedule.phases import BACKWARD
+from ..schedule.unit_state import State
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.phases import BACKWARD
 from ..unit.references import references_to
-from ..unit.unit import State, Unit
+from ..unit.unit import Unit
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
 from .reduce_schedule import PAUSE

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..unit.phases import BACKWARD
+from ..schedule.phases import BACKWARD
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import own_memory, tensors_in
 from . import mixed_precision_hooks
@@ -133,8 +133,8 @@ class Forwards:
         """Begin a forward of the root module. Collective where buffers have to be synchronised."""
         if self._roots:
             self.leave_interrupted()
-        self._roots.append(forward_frame())
         runtime = self.runtime
+        self._roots.append(forward_frame())
         if runtime.registrations.changed or runtime.registrations.root is None:
             runtime.registrations.root = weakref.ref(root)
             runtime.check_registrations()

@@ -18,7 +18,8 @@ import torch
 from ..comm.work import caller_line
 from ..errors import DivergenceError, UnitStateError
 from ..log import ANY_RANK, logger
-from ..unit.unit import State, Unit
+from ..schedule.unit_state import State
+from ..unit.unit import Unit
 
 if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..comm.work import caller_line
 from ..errors import DivergenceError, UnitStateError
+from ..schedule.unit_state import State
 from ..shard_tensor.dtensor_classes import gathered_parameter
 from ..shard_tensor.function_call import FunctionCall
 from ..shard_tensor.function_sets import SCALARS, creates, exposes_memory, initialises
@@ -20,7 +21,6 @@ from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.full_values import full_flat
 from ..unit.shard_reads import read_parameter
-from ..unit.unit import State
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
 from .use import Use

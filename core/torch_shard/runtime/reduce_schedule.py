@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..comm.gradient_reduction import IN_FLIGHT, IN_FLIGHT_ON_STREAMS, Reduction
+from ..comm.gradient_reduction import Reduction
 from ..errors import ShardError
+from ..schedule.reduction_order import has_too_many, reduction_order
 from ..unit.gradient_buffer import ARRIVED, EXPECTED
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ class ReduceSchedule:
         self.collectives.forget_ended()  # a failed backward may have left some
         self.rounds = dict.fromkeys((unit.index for unit in self.runtime.units), 0)
         self.used = [u for u in forward_order if any([f.gradients.expects_any for f in u.flats])]  # noqa: C419 (hot)
-        backwards = self.used[::-1]
-        self._order = sorted(backwards, key=lambda u: u.index in self._incomplete)  # stable
+        self._order = reduction_order(self.used, self._incomplete)
         self._no_pause = max(0, self._no_pause - 1)
         expected = [f for u in self._order for f in u.flats if f.gradients.expects_any]
         self.collectives.expect([buffer for f in expected for buffer in f.gradients.buffers])
@@ -101,11 +101,11 @@ class ReduceSchedule:
                 self._in_flight.append((unit, flat, reduction))
             elif stepping is not None:
                 self._step(unit, flat)
-        limit = IN_FLIGHT if self.collectives.reduce_stream is None else IN_FLIGHT_ON_STREAMS
+        on_streams = self.collectives.reduce_stream is not None
         while self._in_flight:
             oldest = self._in_flight[0][2]
-            few = len(self._in_flight) <= limit
-            if few and self.collectives.reduce_stream is not None:
+            few = not has_too_many(len(self._in_flight), on_streams)
+            if few and on_streams:
                 break  # the peak of GPU memory must not depend on timing
             if not oldest.done():
                 if few or self._no_pause:

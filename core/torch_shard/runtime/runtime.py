@@ -1,8 +1,8 @@
 """The runtime of one sharded model: its units, and the objects that say when each is unsharded, resharded and reduced.
 
 :mod:`.forward_hooks` has the modules' forwards, :mod:`.session` the ranks' agreement before them, :mod:`.backwards` the
-backwards. :mod:`.unshard_schedule` decides on unshards, their order and prefetch, :mod:`.reduce_schedule` on reductions.
-:mod:`.on_demand` serves operations outside forwards, :mod:`.lone_reads` reads by one rank alone.
+backwards. :mod:`torch_shard.schedule.unshard_schedule` decides on unshards, their order and prefetch, :mod:`.reduce_schedule` on
+reductions. :mod:`.on_demand` serves operations outside forwards, :mod:`.lone_reads` reads by one rank alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ..comm.work import caller_line
 from ..config.shard_config import ShardConfig
 from ..errors import ShardPicklingError
 from ..plan.matrix_owners import OwnerMaps
+from ..schedule.phases import BACKWARD, EVALUATION, FORWARD
+from ..schedule.unshard_schedule import UnshardSchedule
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.phases import BACKWARD, EVALUATION, FORWARD
 from ..unit.unit import Unit
 from ..utils.autograd_private import graph_task
 from . import grad_scaler
@@ -41,7 +42,6 @@ from .reduce_schedule import ReduceSchedule
 from .replaced_params import Registrations
 from .served_shards import ServedShards
 from .session import Session
-from .unshard_schedule import UnshardSchedule
 
 if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading
@@ -85,7 +85,8 @@ class Runtime:
         self.meet = self.lone.meet
         self.optimizer_states = OptimizerStates(self)
         self.served = ServedShards(self.versions)
-        self.schedule = UnshardSchedule(config, collectives, self.operations, self.lone)
+        replicated = collectives.size == 1 < collectives.data_parallel_size
+        self.schedule = UnshardSchedule[Unit](config, replicated, self.operations, self.lone)
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..unit.phases import EVALUATION, FORWARD, PHASES
+from ..schedule.phases import EVALUATION, FORWARD, PHASES
 
 if TYPE_CHECKING:
     from .runtime import Runtime

@@ -20,8 +20,9 @@ from ..comm.collectives import Collectives
 from ..comm.streams import streams_of
 from ..config.shard_config import ShardConfig
 from ..errors import NeedsGatherError, SetupError
+from ..schedule.unit_state import State
 from ..unit.flat_buffer import FlatBuffer
-from ..unit.unit import State, Unit
+from ..unit.unit import Unit
 
 
 class Materialiser:

@@ -19,7 +19,7 @@ exceptions. Where modules compute in another dtype than the shards have (:mod:`t
 casts, before the collective or without one. Where the shards are in host memory (:mod:`torch_shard.offload`), the unshard
 copies.
 
-The unit knows how to unshard and reshard. :class:`~torch_shard.runtime.unshard_schedule.UnshardSchedule` and
+The unit knows how to unshard and reshard. :class:`~torch_shard.schedule.unshard_schedule.UnshardSchedule` and
 :class:`~torch_shard.runtime.reduce_schedule.ReduceSchedule` decide when.
 """
 
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import operator
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, cast
@@ -41,10 +40,11 @@ from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ShardError, UnitStateError
 from ..offload.host_shard import Crossing
+from ..schedule.phases import PHASES
+from ..schedule.unit_state import State
 from ..shard_tensor.tensor import ShardTensor
 from .flat_buffer import FlatBuffer, PlainGather
 from .module_params import adopt
-from .phases import PHASES
 from .places import Places
 from .references import KeptTensors
 
@@ -53,16 +53,6 @@ if TYPE_CHECKING:
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-
-
-class State(enum.Enum):
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    FULL = "full"
-    SUMMONED = "summoned"  # inside engine.gathered: the modules hold full parameters outside forwards
-
-    def __init__(self, text: str) -> None:
-        self.is_summoned = text == "summoned"
 
 
 class Unit:

@@ -23,10 +23,11 @@ from ..comm.collectives import Collectives
 from ..comm.consensus import agree, met
 from ..errors import ConfigError, ShardError, UnitStateError
 from ..runtime.runtime import Runtime
+from ..schedule.unit_state import State
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import is_view, set_own_grad, show_as_plain
 from ..unit.full_values import full_flat, full_tensors_from
-from ..unit.unit import State, Unit, unit_of
+from ..unit.unit import Unit, unit_of
 from .scattered_values import local_grads
 from .write_back import GatheredUnit, Request, settle, write_back
 

@@ -7,7 +7,7 @@ memory. So a predicted unit may be prefetched, and an event that was predicted n
 
 from __future__ import annotations
 
-from ..unit.phases import BACKWARD
+from .phases import BACKWARD
 
 Event = tuple[int, int, bool]
 """Phase, index of the unit, and True for the first event of a forward or backward."""

@@ -8,37 +8,38 @@ different ways find out before their collectives mix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Generic
 
 import torch
 
-from ..comm.collectives import Collectives
-from ..comm.divergence import OperationSequence
 from ..config.shard_config import ShardConfig
-from ..unit.phases import BACKWARD, FORWARD
-from ..unit.unit import State, Unit
 from .gather_order import Event, GatherOrder
+from .phases import BACKWARD, FORWARD
+from .ports import LoneReadsPort, OperationsPort, ScheduledUse, UnitT
+from .unit_state import State
 
-if TYPE_CHECKING:
-    from .lone_reads import LoneReads
-    from .use import Use
 
-
-class UnshardSchedule:
+class UnshardSchedule(Generic[UnitT]):
     """The unshards and reshards of one sharded model."""
 
     def __init__(
-        self, config: ShardConfig, collectives: Collectives, operations: OperationSequence, lone: LoneReads
+        self, config: ShardConfig, replicated: bool, operations: OperationsPort, lone: LoneReadsPort[UnitT]
     ) -> None:
-        """Make the schedule of a model whose strategy and prefetch are in `config`."""
+        """Make the schedule of a model without units.
+
+        Args:
+            config: the settings, of which strategy and prefetch count.
+            replicated: every rank of several has all of each parameter: an unshard is a cast and concerns no other rank.
+            operations: what the ranks compare.
+            lone: the reads by this rank alone.
+        """
         self.lone = lone
-        self.units: dict[int, Unit] = {}  # by index, with gaps in the copy of a submodule; see Runtime.add
+        self.units: dict[int, UnitT] = {}  # by index, with gaps in the copy of a submodule; see Runtime.add
         self.order = GatherOrder(config.prefetch)
         self.operations = operations
         operations.on_difference = self.order.forget  # ranks that have differed remember different orders of unshards
-        # Every rank has all of each parameter: an unshard is a cast and concerns no other rank.
-        self._replicated = collectives.size == 1 < collectives.data_parallel_size
-        self.gathered: dict[int, Unit] = {}  # units that are unsharded or being unsharded, by index
+        self._replicated = replicated
+        self.gathered: dict[int, UnitT] = {}  # units that are unsharded or being unsharded, by index
         self.fresh = False  # no unit was unsharded yet in this forward
         self.fresh_backward = False  # the same in this backward
         self.passed: set[int] = set()  # indices of units that were unsharded in this backward for other ranks only
@@ -57,7 +58,7 @@ class UnshardSchedule:
         self.needed.clear()
 
     # -- unshard ------------------------------------------------------------------------------------------------
-    def unshard(self, unit: Unit, phase: int) -> None:
+    def unshard(self, unit: UnitT, phase: int) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective."""
         if self._replicated:
             if unit.state is State.FULL and not unit.running and not unit.uses and unit.is_stale():
@@ -95,14 +96,14 @@ class UnshardSchedule:
         for other in upcoming or ():
             self._gather(other, phase)
 
-    def _gather(self, unit: Unit, phase: int) -> None:
+    def _gather(self, unit: UnitT, phase: int) -> None:
         if unit.state is State.SHARDED or unit.refill:
             if phase != BACKWARD:
                 unit.drop_secondary_shards()
             unit.unshard(from_secondary=phase == BACKWARD)
         self.gathered[unit.index] = unit
 
-    def _follow(self, unit: Unit, event: Event) -> None:
+    def _follow(self, unit: UnitT, event: Event) -> None:
         if event[0] == BACKWARD and not event[2]:
             self.pass_over(event)
         self._note(event)
@@ -132,7 +133,7 @@ class UnshardSchedule:
 
     # -- reshard ------------------------------------------------------------------------------------------------
     @staticmethod
-    def _is_current(unit: Unit) -> bool:
+    def _is_current(unit: UnitT) -> bool:
         # `unit.is_stale()` would not do: all ranks must come to the same answer (see `changes`).
         return unit.state is not State.SHARDED and not unit.refill and not unit.outdated
 
@@ -155,7 +156,7 @@ class UnshardSchedule:
             if changed and not (unit.state is State.SHARDED or unit.running or unit.uses or unit.is_summoned):
                 self.reshard(unit)  # at one place on all ranks, or some would prefetch it
 
-    def reshard(self, unit: Unit, for_backward: bool = False) -> None:
+    def reshard(self, unit: UnitT, for_backward: bool = False) -> None:
         """Reshard a unit; if backward may reach the unit without a trigger, only take part in its next unshard."""
         if self.keeps_on and self._is_current(unit):
             return
@@ -168,7 +169,7 @@ class UnshardSchedule:
         unit.reshard(for_backward)
         self.gathered.pop(unit.index, None)
 
-    def reshard_unused(self, besides: Sequence[Unit] = (), for_backward: bool = False) -> None:
+    def reshard_unused(self, besides: Sequence[UnitT] = (), for_backward: bool = False) -> None:
         """Reshard all units that no running forward and no begun backward needs, except those of `besides`."""
         if self.double_backward:
             return
@@ -182,7 +183,7 @@ class UnshardSchedule:
             if unit.state is State.FULL and not unit.running and not unit.uses and not self._keeps():
                 self.reshard(unit)
 
-    def reshard_behind(self, use: Use) -> None:
+    def reshard_behind(self, use: ScheduledUse) -> None:
         """Reshard the units whose forwards began after the end of `use`: when backward comes to it, their nodes have run."""
         if self.double_backward or self._keeps_forward:
             return
