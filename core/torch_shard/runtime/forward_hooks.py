@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..schedule.phases import BACKWARD
+from ..schedule.phases import BACKWARD, FORWARD
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import own_memory, tensors_in
 from . import mixed_precision_hooks
@@ -46,12 +46,21 @@ class Forwards:
         self.depth = 0  # running forwards of trigger modules, without those inside gathered()
         self._entered: list[_Entered] = []
         self._roots: list[FrameType | None] = []  # the Python frames of the root module's running forwards
+        self._records = False  # autograd records the outermost of the running forwards
         self._refused = False  # the ranks have not begun the root module's forward that ends next, because of an error
 
     @property
     def running(self) -> bool:
         """True if a forward of the model or of one of its units is running."""
         return self.depth > 0 or bool(self._roots)
+
+    @property
+    def records(self) -> bool:
+        """True if a forward is running that autograd records, though perhaps not at this moment.
+
+        Reentrant checkpointing runs layers without gradients at first.
+        """
+        return self._records and self.running
 
     # -- of units -------------------------------------------------------------------------------------------------
     def enter(self, unit: Unit, module: nn.Module) -> None:
@@ -65,6 +74,8 @@ class Forwards:
         if runtime.registrations.changed:
             runtime.check_registrations()
         phase = runtime.phase()
+        if not self.running:
+            self._records = phase == FORWARD
         try:
             runtime.unshard(unit, phase, "the model" if self._roots else f"{type(module).__name__} of {unit.name}")
         except BaseException:
@@ -134,6 +145,8 @@ class Forwards:
         if self._roots:
             self.leave_interrupted()
         runtime = self.runtime
+        if not self.running:
+            self._records = runtime.phase() == FORWARD
         self._roots.append(forward_frame())
         if runtime.registrations.changed or runtime.registrations.root is None:
             runtime.registrations.root = weakref.ref(root)

@@ -224,7 +224,8 @@ class Runtime:
             if phase == FORWARD and not self.lone.running:
                 self.forward_sync = self.require_sync
                 self.forward_reduces = self.reduces_each and not self.require_sync
-                # By first use: where a unit is used twice (a tied head), the backward of its first use completes its gradients.
+            # By first use: where a unit is used twice (a tied head), the backward of its first use completes its gradients.
+            if (phase == FORWARD or self.forwards.records) and not self.lone.running:
                 self.forward_order.setdefault(unit.index, unit)
         if unit.gathers:
             self.schedule.unshard(unit, phase)
