@@ -37,9 +37,10 @@ class UnshardSchedule(Generic[UnitT]):
         self.units: dict[int, UnitT] = {}  # by index, with gaps in the copy of a submodule; see Runtime.add
         self.order = GatherOrder(config.prefetch)
         self.operations = operations
-        operations.on_difference = self.order.forget  # ranks that have differed remember different orders of unshards
+        operations.on_difference = self._forget
         self._replicated = replicated
         self.gathered: dict[int, UnitT] = {}  # units that are unsharded or being unsharded, by index
+        self._ahead: set[int] = set()  # indices of units that were prefetched, and have not been used since
         self.fresh = False  # no unit was unsharded yet in this forward
         self.fresh_backward = False  # the same in this backward
         self.passed: set[int] = set()  # indices of units that were unsharded in this backward for other ranks only
@@ -57,6 +58,11 @@ class UnshardSchedule(Generic[UnitT]):
         self.passed.clear()
         self.needed.clear()
 
+    def _forget(self) -> None:
+        # Ranks that have differed remember different orders of unshards.
+        self.order.forget()
+        self._ahead.clear()
+
     # -- unshard ------------------------------------------------------------------------------------------------
     def unshard(self, unit: UnitT, phase: int) -> None:
         """Unshard `unit`, and start to prefetch the next units. Collective."""
@@ -72,10 +78,11 @@ class UnshardSchedule(Generic[UnitT]):
         idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
         # A stale unit was edited since the ranks have compared at the beginning of the forward, so by code that all ranks run.
         edited = idle and phase != BACKWARD and unit.is_stale()
-        if self.keeps_on and self._is_current(unit) and not edited:
+        if self.keeps_on and self._is_current(unit) and not (edited or unit.index in self._ahead):
             self.gathered[unit.index] = unit
             unit.wait()
             return
+        self._ahead.discard(unit.index)
         if phase == BACKWARD:
             first, self.fresh_backward = self.fresh_backward, False
             self.needed.add(unit.index)
@@ -94,6 +101,8 @@ class UnshardSchedule(Generic[UnitT]):
         self._gather(unit, phase)
         unit.wait()
         for other in upcoming or ():
+            if self.keeps_on and other.state is State.SHARDED:
+                self._ahead.add(other.index)  # else it needs no gather for its next use, which is no event then
             self._gather(other, phase)
 
     def _gather(self, unit: UnitT, phase: int) -> None:
