@@ -23,15 +23,13 @@ from .activation_offload import ActivationOffload
 from .config.checks import checked_modules
 from .config.shard_config import Units
 from .errors import ConfigError
-from .log import logger
 from .plan.layer_selection import classes_named, repeated_layers
+from .utils.layer_caches import without_cache
 
 __all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations", "offload_of"]
 
 Layers = bool | Sequence[type[nn.Module] | str]
 """Which layers recompute their activations: classes and names of classes; True: those of the units, else those that repeat."""
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bool | tuple[type[nn.Module] | str, ...]:
@@ -159,7 +157,7 @@ class _Recomputed:
         layer = self.layer
         if not (layer.training and torch.is_grad_enabled()) or getattr(layer, "gradient_checkpointing", False):
             return self.forward(*args, **kwargs)
-        kwargs = _without_cache(layer, kwargs)
+        kwargs = without_cache(layer, kwargs)
         if self.offload is None:
             return checkpoint(functools.partial(self.forward, **kwargs), *args, use_reentrant=False)
         if torch.compiler.is_compiling():
@@ -204,20 +202,3 @@ _offloaded_uncompiled._torchdynamo_disable_msg = (
     "activation_offload: compiled code keeps the inputs of layers itself, so that these layers run between graphs. Leave out "
     "fullgraph=True, and compile what is in the layers: layer.forward = torch.compile(layer.forward) before sharding"
 )
-
-
-def _without_cache(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` without caches: recomputation would write keys and values a second time. transformers does the same."""
-    # Since version 5.24 of transformers the name is "cache", which in other layers may be anything.
-    names = (*_CACHES, "cache") if getattr(layer, "_can_checkpoint_with_cache", None) is False else _CACHES
-    changed: dict[str, Any] = {name: None for name in names if kwargs.get(name) is not None}
-    if kwargs.get("use_cache"):
-        changed["use_cache"] = False
-    if changed:
-        _warn_of_caches()
-    return {**kwargs, **changed}
-
-
-@functools.cache
-def _warn_of_caches() -> None:
-    logger.warning("activation_checkpointing: layers do not use caches of keys and values in training.")

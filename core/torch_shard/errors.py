@@ -8,6 +8,7 @@ docstring says so: errors that every rank can see are raised on every rank.
 from __future__ import annotations
 
 __all__ = [
+    "BudgetError",
     "CheckpointError",
     "ConfigError",
     "DiskError",
@@ -227,4 +228,13 @@ class TraceError(ShardError):
     as index), an operator or a library needs real memory, a parameter is of a class that has no fake, or the step itself raises.
     The message has the operator and the line of the user's code; ``__cause__`` is the error. The model is as it was.
     Remedy: compute what depends on values outside of the step, or in a form of fixed shape.
+    """
+
+
+class BudgetError(ShardError):
+    """No settings let a step fit a budget of memory.
+
+    Raised: by :attr:`torch_shard.plan.Search.best`. The message says which settings lack least, and how much memory parameters,
+    gradients and optimizer state take in any case.
+    Remedy: more ranks, or a smaller or shorter batch than was tried.
     """

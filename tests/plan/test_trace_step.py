@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -497,3 +498,20 @@ def test_memory_that_kernels_take_for_themselves_counts_while_they_run():
     peak = trace.peak()
     assert (peak.index, peak.kinds["temporary"] >= 10**9) == (index, True)
     assert trace.memory()[-1] == base.memory()[-1]
+
+
+def test_nothing_keeps_the_model_after_the_trace():
+    def traced() -> tuple[StepTrace, list[weakref.ref[nn.Parameter]]]:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(model: nn.Module) -> None:
+            model(torch.randn(2, 64)).sum().backward()
+            optimizer.step()
+
+        return trace_step(model, step, optimizers=[optimizer]), [weakref.ref(p) for p in model.parameters()]
+
+    trace, weights = traced()
+    gc.collect()
+    assert trace.events
+    assert all(weight() is None for weight in weights)

@@ -13,16 +13,17 @@ import torch
 from ..checkpoint.safe_globals import classes_of_data
 from ..errors import ShardError
 from ..versions import __version__
-from . import convert, diff, inspect, selftest, verify
+from . import convert, diff, inspect, plan, selftest, verify
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("inspect", "verify", "consolidate", "convert", "diff", "selftest")
+COMMANDS = ("inspect", "verify", "consolidate", "convert", "diff", "selftest", "plan")
 
 _EXIT = """exit codes:
   inspect, consolidate, convert   0 done, 2 error
   verify                          0 good, 1 damaged, 2 error: no checkpoint there, or it can't be read
   diff                            0 equal, 1 different, 2 error
+  plan                            0 something fits, 1 nothing does, 2 error
   selftest                        0 good, 1 something failed, 2 error, or nothing could be checked here
   130 where it was interrupted (Ctrl-C)
 
@@ -89,14 +90,14 @@ def _one_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torch-shard",
-        description="Look at checkpoints, check, convert and compare them; check the engine on this machine.",
+        description="Look at checkpoints, check, convert and compare them; check the engine on this machine; plan a training.",
         epilog=_EXIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = f"torch-shard-engine {__version__} (torch {torch.__version__})"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (inspect, verify, convert, diff, selftest):
+    for module in (inspect, verify, convert, diff, selftest, plan):
         module.add_to(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object")

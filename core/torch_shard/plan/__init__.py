@@ -1,8 +1,32 @@
-"""The plan: which parameters form a unit, in which order, and the bytes they take."""
+"""The plan: which parameters form a unit, in which order, and the bytes they take; and the search for settings that fit."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from .memory_estimate import PredictedBytes
 from .plan import BufferInfo, ParamInfo, Plan, UnitPlan
 
-__all__ = ["BufferInfo", "ParamInfo", "Plan", "PredictedBytes", "UnitPlan"]
+if TYPE_CHECKING:
+    from .settings_search import Candidate, Estimate, Search, search
+
+__all__ = [
+    "BufferInfo",
+    "Candidate",
+    "Estimate",
+    "ParamInfo",
+    "Plan",
+    "PredictedBytes",
+    "Search",
+    "UnitPlan",
+    "search",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Candidate", "Estimate", "Search", "search"):  # which training does not need
+        import importlib
+
+        module = importlib.import_module(f"{__name__}.settings_search")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,9 +33,17 @@ class FakeModel:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], mode: FakeTensorMode, device: str
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        mode: FakeTensorMode,
+        device: str,
+        dtypes: Mapping[str, torch.dtype],
     ):
-        """Make the fakes; the model is not changed yet. Raises TraceError for tensors that can't have one."""
+        """Make the fakes; the model is not changed yet. Raises TraceError for tensors that can't have one.
+
+        `dtypes` has the dtypes of the fakes of some parameters, by full name; the others have their own.
+        """
         self.named: list[tuple[Kind, str, FakeTensor, str]] = []
         self.parameters: dict[str, FakeTensor] = {}
         self._model = model
@@ -46,9 +54,10 @@ class FakeModel:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._saved: list[tuple[Any, Any]] = []
         for name, parameter in model.named_parameters():
-            fake = self._make(parameter, "parameter", name, device)
+            dtype = dtypes.get(name, parameter.dtype)
+            fake = self._make(parameter, "parameter", name, device, dtype)
             self.parameters[name] = fake
-            if parameter.grad is not None:
+            if parameter.grad is not None and dtype == parameter.dtype:
                 fake.grad = self._make(parameter.grad, "gradient", name, device)
         for name, buffer in model.named_buffers():
             self._make(buffer, "buffer", name, device)
@@ -115,22 +124,29 @@ class FakeModel:
         if not isinstance(value, torch.Tensor):
             return value
         beside = value.device == parameter.device or value.is_meta
-        return self._make(value, "optimizer state", name, self._device if beside else value.device.type)
+        place, fake = self._device if beside else value.device.type, self.parameters.get(name)
+        as_parameter = fake is not None and value.dim() and value.dtype == parameter.dtype
+        return self._make(value, "optimizer state", name, place, fake.dtype if as_parameter else None)  # type: ignore[union-attr]
 
-    def _make(self, tensor: torch.Tensor, kind: Kind, name: str, place: str) -> FakeTensor:
+    def _make(
+        self, tensor: torch.Tensor, kind: Kind, name: str, place: str, dtype: torch.dtype | None = None
+    ) -> FakeTensor:
         if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
             raise TraceError(
                 f"{kind} {name} is a {type(tensor).__name__} ({tensor.layout}): only plain tensors are traced."
             )
         if is_lazy(tensor):
             raise TraceError(f"{kind} {name} has no shape yet: run a forward first, which lazy modules need.")
-        storage = tensor.untyped_storage()
-        pair = self._storages.get(storage._cdata)
-        if pair is None:
-            shadow = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
-            pair = self._storages[storage._cdata] = (storage, shadow)
-        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-        meta.set_(pair[1], tensor.storage_offset(), tensor.size(), tensor.stride())
+        if dtype in (None, tensor.dtype):
+            storage = tensor.untyped_storage()
+            pair = self._storages.get(storage._cdata)
+            if pair is None:
+                shadow = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+                pair = self._storages[storage._cdata] = (storage, shadow)
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(pair[1], tensor.storage_offset(), tensor.size(), tensor.stride())
+        else:
+            meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
         fake: Any = FakeTensor(self._mode, meta, torch.device("cpu"))
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, tensor.requires_grad)

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["changed_by", "dtype_of", "flops_of", "nbytes_of", "overwrites", "tensors_in", "workspace_of"]
+__all__ = [
+    "changed_by",
+    "dtype_of",
+    "flops_of",
+    "nbytes_of",
+    "overwrites",
+    "size_hidden_results",
+    "tensors_in",
+    "workspace_of",
+]
 
 _aten = torch.ops.aten
 # The same products as in the kernels of devices, for which torch has the formulas.
@@ -33,8 +42,9 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: A
 def workspace_of(func: Any, args: tuple[Any, ...], output: Any) -> int:
     """Return the bytes that an operator's kernel on the CPU takes beside its results and frees again; 0 where that is unknown.
 
-    oneDNN computes convolutions in layouts of its own, into which inputs, weights and results are copied, inputs of few
-    channels excepted. The figures are those of float32 on x86 with AVX-512, seen in the allocator's events; others differ.
+    oneDNN computes convolutions and RNNs in layouts of its own, into which inputs, weights and results are copied, inputs of few
+    channels excepted. The figures are those of float32 and bfloat16 on x86 with AVX-512, seen in the allocator's events; others
+    differ.
     """
     if not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
         return 0
@@ -43,8 +53,30 @@ def workspace_of(func: Any, args: tuple[Any, ...], output: Any) -> int:
     if func is _aten.convolution_backward.default:
         gradient, inputs, weight = args[:3]
         of_weight = nbytes_of([gradient]) + _reordered(inputs)
+        if weight.dtype is torch.bfloat16:  # its gradient is summed in fp32, in two layouts
+            of_weight += 4 * nbytes_of([weight])
         return max(of_weight, nbytes_of([gradient, weight]) if output[0] is not None else 0)
+    if func is _aten.mkldnn_rnn_layer.default:
+        return nbytes_of(args[1:3]) + _gates(args[0], args[10])
+    if func is _aten.mkldnn_rnn_layer_backward.default:
+        copies = 2 if args[1].dtype is torch.bfloat16 else 1  # of weights: the layouts of their gradients are fp32
+        return copies * nbytes_of(args[1:3]) + _gates(args[0], args[15])
     return 0
+
+
+def size_hidden_results(func: Any, args: tuple[Any, ...], output: Any) -> None:
+    """Give results the memory that they have on the CPU, where the fakes' rule leaves it out: oneDNN's for backward of an RNN.
+
+    That is the gates, the hidden and cell states, and the gradients of these, of all time steps.
+    """
+    if func is _aten.mkldnn_rnn_layer.default and args[-1]:  # it trains
+        length, batch, *_ = args[0].size()
+        values, gradients = 4 * length + 5 * (length + 1), 6 * (length + 1)  # the latter in fp32
+        output[3].untyped_storage().resize_((values * args[0].element_size() + gradients * 4) * batch * args[10])
+
+
+def _gates(inputs: torch.Tensor, hidden: int) -> int:
+    return 4 * inputs.size(0) * inputs.size(1) * hidden * inputs.element_size()
 
 
 def _reordered(inputs: torch.Tensor) -> int:

@@ -13,7 +13,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,16 +28,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TraceError
 from .fake_model import FakeModel
-from .operator_costs import changed_by, dtype_of, flops_of, nbytes_of, overwrites, tensors_in, workspace_of
+from .operator_costs import (
+    changed_by,
+    dtype_of,
+    flops_of,
+    nbytes_of,
+    overwrites,
+    size_hidden_results,
+    tensors_in,
+    workspace_of,
+)
+from .recorded import Call, Segment, Storage
 from .step_trace import (
     Allocation,
     Event,
     FirstUse,
     Free,
     GradientAccumulated,
+    GradientsCleared,
     Kind,
     ModuleEnter,
     ModuleExit,
+    NestedBackward,
     Note,
     Operator,
     Phase,
@@ -58,42 +69,6 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
 
 
-@dataclass(eq=False)
-class _Storage:
-    """What is known of one storage so far."""
-
-    number: int
-    nbytes: int
-    device: str
-    born: int  # index of the allocation's event
-    segment: int
-    kind: Kind | None = None
-    name: str = ""
-    died: int | None = None
-    watch: weakref.ref[torch.UntypedStorage] | None = None
-
-
-@dataclass(eq=False)
-class _Call:
-    """One call of a module's forward."""
-
-    module: str
-    number: int
-    outer: int  # the call around it; -1 for none
-    recompute: bool
-    in_backward: bool = False  # its backward has begun
-    last: int = -1  # index of the last event of its backward
-
-
-@dataclass(eq=False)
-class _Segment:
-    """A stretch of one phase that is all recomputation or all not."""
-
-    phase: Phase
-    recompute: bool
-    end: int | None = None  # index of the first event after it
-
-
 class Recorder(TorchDispatchMode):
     """Sees every operator, and writes events down."""
 
@@ -102,18 +77,20 @@ class Recorder(TorchDispatchMode):
         self._fakes = fakes
         self._fake_mode = mode
         self._device = device
-        self._events: list[Event | _Storage] = []  # an allocation's kind is known at the end only
+        self._events: list[Event | Storage] = []  # an allocation's kind is known at the end only
         self._notes: list[Note] = []
-        self._storages: dict[int, _Storage] = {}  # those that are alive, by address
-        self._all: list[_Storage] = []
+        self._storages: dict[int, Storage] = {}  # those that are alive, by address
+        self._all: list[Storage] = []
         self._modules = {id(module): name for name, module in model.named_modules()}
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._stack: list[tuple[int, bool]] = []  # calls whose forward runs, and whether each began in a backward
         self._marks: tuple[list[int], list[int]] = ([0], [-1])  # sequence numbers, and the call that runs from each on
         self._backward_of = -1  # the call whose backward runs
-        self._segments = [_Segment("between", False)]
+        self._segments = [Segment("between", False)]
         self._forward_open = False
         self._stepping = 0
+        self._handles: list[Any] = []
+        self._tasks: list[int] = []  # autograd's graph tasks that run, the innermost last
         self._used: set[str] = set()
         self._arrived: dict[str, int] = {}
         self._inputs: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
@@ -130,14 +107,17 @@ class Recorder(TorchDispatchMode):
                 record.kind, record.name = kind, name
         for name, parameter in self._fakes.parameters.items():
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._gradient_arrives, name))
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_accumulated, name))
+                arrives, accumulated = partial(self._gradient_arrives, name), partial(self._gradient_accumulated, name)
+                self._handles += [
+                    parameter.register_hook(arrives),
+                    parameter.register_post_accumulate_grad_hook(accumulated),
+                ]
         self._events.append(PhaseStart("between"))
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Have all modules and optimizers report, while this lasts."""
-        handles = [
+        self._handles += [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._exit, always_call=True),
             torch_optimizer.register_optimizer_step_pre_hook(self._step_begins),
@@ -146,21 +126,23 @@ class Recorder(TorchDispatchMode):
         try:
             yield
         finally:
-            for handle in handles:
+            # Those of parameters would be part of a cycle that Python can't see, and keep the model alive.
+            for handle in self._handles:
                 handle.remove()
+            self._handles.clear()
 
     def finish(self) -> StepTrace:
         """Return the trace, and stop following storages."""
         self._storages.clear()
         for record in self._all:
             record.watch = None
-        exits: dict[int, list[_Call]] = {}
+        exits: dict[int, list[Call]] = {}
         for call in reversed(self._calls):  # inner calls have higher numbers, and exit first
             if call.in_backward:
                 exits.setdefault(call.last, []).append(call)
         events: list[Event] = []
         for index, event in enumerate(self._events):
-            if isinstance(event, _Storage):
+            if isinstance(event, Storage):
                 kind = self._kind(event)
                 events.append(Allocation(event.number, event.nbytes, event.device, kind, event.name))
             else:
@@ -169,7 +151,7 @@ class Recorder(TorchDispatchMode):
                 events.append(ModuleExit(call.module, call.number, True, False))
         return StepTrace(self._device, tuple(events), tuple(self._notes))
 
-    def _kind(self, record: _Storage) -> Kind:
+    def _kind(self, record: Storage) -> Kind:
         if record.kind is not None:
             return record.kind
         segment = self._segments[record.segment]
@@ -182,13 +164,16 @@ class Recorder(TorchDispatchMode):
 
     # -- phases and modules -------------------------------------------------------------------------------------------
 
-    def _segment(self) -> _Segment:
+    def _segment(self) -> Segment:
         """Return the segment of what happens now; a phase that begins is written down."""
         phase: Phase = "forward" if self._forward_open else "between"
         recompute = False
+        task = torch._C._current_graph_task_id()
+        if task != (self._tasks[-1] if self._tasks else -1):
+            self._change_task(task)
         if self._stepping:
             phase = "optimizer"
-        elif torch._C._current_graph_task_id() != -1:
+        elif task != -1:
             phase = "backward"
             began_here = bool(self._stack) and self._stack[-1][1]
             recompute = began_here or torch.is_grad_enabled()
@@ -201,9 +186,21 @@ class Recorder(TorchDispatchMode):
                 self._used.clear()
                 self._backward_of = -1
                 self._events.append(PhaseStart(phase))
-            now = _Segment(phase, recompute)
+            now = Segment(phase, recompute)
             self._segments.append(now)
         return now
+
+    def _change_task(self, task: int) -> None:
+        """Write down that nested backwards begin or end."""
+        if task == -1 or task in self._tasks:
+            while self._tasks and self._tasks[-1] != task:
+                self._tasks.pop()
+                if self._tasks:
+                    self._events.append(NestedBackward(False))
+            return
+        if self._tasks:
+            self._events.append(NestedBackward(True))
+        self._tasks.append(task)
 
     def _enter(self, module: nn.Module, args: object) -> None:
         name = self._modules.get(id(module))
@@ -215,12 +212,12 @@ class Recorder(TorchDispatchMode):
         self._segment()
         if in_backward:
             self._follow_backward()
-        call = _Call(name, len(self._calls), self._stack[-1][0] if self._stack else -1, in_backward)
+        call = Call(name, len(self._calls), self._stack[-1][0] if self._stack else -1, in_backward)
         self._calls.append(call)
         self._stack.append((call.number, in_backward))
         self._mark(call.number)
         self._segment()
-        self._events.append(ModuleEnter(name, call.number, False, in_backward))
+        self._events.append(ModuleEnter(name, call.number, False, in_backward, torch.is_grad_enabled()))
 
     def _exit(self, module: nn.Module, args: object, output: object) -> None:
         name = self._modules.get(id(module))
@@ -249,7 +246,7 @@ class Recorder(TorchDispatchMode):
                 self._events.append(ModuleEnter(call.module, call.number, True, False))
         self._extend_backward()
 
-    def _around(self, number: int) -> Iterator[_Call]:
+    def _around(self, number: int) -> Iterator[Call]:
         """Yield a call and those around it, from within."""
         while number >= 0:
             yield self._calls[number]
@@ -278,6 +275,14 @@ class Recorder(TorchDispatchMode):
         record.kind, record.name = "gradient", name
         self._events.append(GradientAccumulated(name, self._arrived.pop(name, record.number), record.number))
         self._extend_backward()
+
+    def gradients_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Write down that ``zero_grad()`` is about to set the gradients of `parameters` to None."""
+        names = {id(fake): name for name, fake in self._fakes.parameters.items()}
+        found = tuple(names[id(parameter)] for parameter in parameters if id(parameter) in names)
+        self._segment()
+        if found:
+            self._events.append(GradientsCleared(found))
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
@@ -313,7 +318,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._placing = before
 
-    def _place(self, asked: torch.device | None, inputs: Iterable[_Storage], segment: _Segment) -> str:
+    def _place(self, asked: torch.device | None, inputs: Iterable[Storage], segment: Segment) -> str:
         """Return the type of the device for what an operator allocates, where fakes of the CPU stand for others.
 
         Inside the model the program takes the device from tensors, all of which say that they are on the CPU.
@@ -329,7 +334,7 @@ class Recorder(TorchDispatchMode):
         inside = bool(self._stack) or segment.phase == "backward"
         return self._device if inside and asked is not None else "cpu"
 
-    def _record(self, tensor: torch.Tensor, place: str | None = None) -> _Storage:
+    def _record(self, tensor: torch.Tensor, place: str | None = None) -> Storage:
         """Return what is known of a tensor's storage; a new one, or a new size, is written down."""
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
@@ -339,7 +344,7 @@ class Recorder(TorchDispatchMode):
                 return known
             self._ended(known, storage._cdata)
         place = place or (self._device if known is None else known.device)
-        record = _Storage(len(self._all), nbytes, place, len(self._events), len(self._segments) - 1)
+        record = Storage(len(self._all), nbytes, place, len(self._events), len(self._segments) - 1)
         if known is not None:
             record.kind, record.name = known.kind, known.name
         record.watch = weakref.ref(storage, partial(_end, weakref.ref(self), record, storage._cdata))
@@ -348,7 +353,7 @@ class Recorder(TorchDispatchMode):
         self._events.append(record)
         return record
 
-    def _ended(self, record: _Storage, address: int) -> None:
+    def _ended(self, record: Storage, address: int) -> None:
         if self._storages.get(address) is record:
             del self._storages[address]
             record.died, record.watch = len(self._events), None
@@ -404,6 +409,8 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             self.failure = Failure(str(func), line_of(sys._getframe(1)), error)
             raise
+        if self._device == "cpu":
+            size_hidden_results(func, args, output)
         self._written(func, args, kwargs, output, segment, asked)
         return output
 
@@ -426,7 +433,7 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
-        segment: _Segment,
+        segment: Segment,
         asked: torch.device | None,
     ) -> None:
         """Write down an operator that has run."""
@@ -470,7 +477,7 @@ class Recorder(TorchDispatchMode):
         if segment.phase == "backward":
             self._extend_backward()
 
-    def _module(self, segment: _Segment) -> str | None:
+    def _module(self, segment: Segment) -> str | None:
         running = self._backward_of if segment.phase == "backward" else -1
         if self._stack and (segment.recompute or segment.phase == "forward"):
             running = self._stack[-1][0]
@@ -491,7 +498,7 @@ class Recorder(TorchDispatchMode):
         return value
 
 
-def _end(recorder: weakref.ref[Recorder], record: _Storage, address: int, _: object) -> None:
+def _end(recorder: weakref.ref[Recorder], record: Storage, address: int, _: object) -> None:
     """The callback of a storage's weak reference. It must not keep the recorder, nor anything that the storage is part of."""
     there = recorder()
     if there is not None:

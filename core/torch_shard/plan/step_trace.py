@@ -1,47 +1,49 @@
-"""What one training step of a plain model does, as an ordered record: memory, operators, modules and gradients.
+"""What one training step does, as an ordered record: memory, operators, modules, gradients and collectives.
 
-:func:`torch_shard.plan.trace_step.trace_step` makes one. It holds no tensor and no module. What stands here is the plain model
-on one device; the engine's units, which gather, reshard and reduce, are put in by whoever replays it.
+It holds no tensor and no module. :func:`torch_shard.plan.trace_step.trace_step` makes one of a plain model on one device, and
+:func:`torch_shard.plan.sharded_step.sharded_step` one of a rank of the sharded model from that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
 __all__ = [
     "KINDS",
     "Allocation",
+    "CollectiveStart",
+    "CollectiveWait",
     "Event",
     "FirstUse",
     "Free",
     "GradientAccumulated",
+    "GradientsCleared",
     "Kind",
     "ModuleEnter",
     "ModuleExit",
+    "NestedBackward",
     "Note",
     "Operator",
     "Peak",
     "Phase",
     "PhaseStart",
     "StepTrace",
+    "Stream",
+    "Transfer",
 ]
 
-Kind: TypeAlias = Literal["parameter", "buffer", "input", "activation", "gradient", "optimizer state", "temporary"]
+Kind: TypeAlias = Literal[
+    "parameter", "gradient", "optimizer state", "buffer", "input", "gathered", "reduction", "activation", "temporary"
+]
 Phase: TypeAlias = Literal["forward", "backward", "optimizer", "between"]
+Stream: TypeAlias = Literal["compute", "gather", "reduce"]
+Transfer: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "to_device", "to_host"]
 
-KINDS: tuple[Kind, ...] = (
-    "parameter",
-    "buffer",
-    "input",
-    "activation",
-    "gradient",
-    "optimizer state",
-    "temporary",
-)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,19 @@ class Allocation:
     - ``optimizer state``: in the ``state`` of a ``torch.optim.Optimizer`` after its step.
     - ``temporary``: all else.
 
+    Of a sharded model, parameters, gradients and optimizer state are the rank's shards, and there are two kinds more:
+
+    - ``gathered``: the full parameters of a unit.
+    - ``reduction``: full gradients of a unit, until they are reduced, and what receives their sums.
+
     Attributes:
         storage: the storage's number, unique within the trace. A storage that is resized gets another number.
         nbytes: its bytes, as asked of the allocator: allocators of devices round them up.
         device: the type of its device, such as ``"cpu"``.
         kind: what it holds.
         name: the full name of the parameter or buffer; of the parameter for a gradient, and for a copy of a parameter in
-            another dtype, which autocast makes. Empty for the rest.
+            another dtype, which autocast makes; of the unit for shards, ``gathered`` and ``reduction``. Empty for the rest.
+        stream: the stream that it is allocated on, where the device has streams.
     """
 
     storage: int
@@ -73,6 +81,7 @@ class Allocation:
     device: str
     kind: Kind
     name: str = ""
+    stream: Stream = "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +140,14 @@ class ModuleEnter:
         call: the number of the call of a forward, unique within the trace; in backward, the call whose backward this is.
         backward: True for a backward.
         recompute: True for a forward that runs inside a backward, for a checkpoint.
+        records: True if autograd records the forward, or has recorded the one whose backward this is.
     """
 
     module: str
     call: int
     backward: bool
     recompute: bool
+    records: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +200,60 @@ class GradientAccumulated:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientsCleared:
+    """``zero_grad()`` of an optimizer or a module has set gradients to None, whether or not there were any.
+
+    Attributes:
+        parameters: the full names of the parameters.
+    """
+
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveStart:
+    """A collective, or a copy between the host and the device, was issued, in a sharded model.
+
+    Attributes:
+        number: its number, unique within the trace.
+        kind: which collective it is, or in which direction the copy goes.
+        unit: the name of the unit whose parameters or gradients it has.
+        nbytes: the bytes of the whole, as :func:`torch_shard.plan.roofline.collective_seconds` takes them; or those copied.
+        ranks: the ranks of its group.
+        stride: how many ranks lie from one of the group to the next: more than one between replicas.
+    """
+
+    number: int
+    kind: Transfer
+    unit: str
+    nbytes: int
+    ranks: int = 1
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWait:
+    """What follows waits for a collective.
+
+    Attributes:
+        number: the number that it was issued with.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class NestedBackward:
+    """A backward inside a backward begins or ends, such as reentrant checkpointing runs one for each layer.
+
+    Attributes:
+        begins: False where it ends.
+    """
+
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseStart:
     """A phase begins, which lasts until the next of these.
 
@@ -203,7 +268,20 @@ class PhaseStart:
     phase: Phase
 
 
-Event: TypeAlias = Allocation | Free | Operator | ModuleEnter | ModuleExit | FirstUse | GradientAccumulated | PhaseStart
+Event: TypeAlias = (
+    Allocation
+    | Free
+    | Operator
+    | ModuleEnter
+    | ModuleExit
+    | FirstUse
+    | GradientAccumulated
+    | GradientsCleared
+    | NestedBackward
+    | PhaseStart
+    | CollectiveStart
+    | CollectiveWait
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +316,11 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One training step of a plain model.
+    """One training step.
 
     Attributes:
         device: the type of the device that the model was on.
-        events: what happened, in order. Parameters and buffers come first, as allocations.
+        events: what happened, in order. What was there before comes first, as allocations.
         notes: each read of a value that was answered by a constant, in order. If the program's way depends on one, the trace
             shows one of the ways.
     """

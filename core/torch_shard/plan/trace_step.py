@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ def trace_step(
     *,
     device: Literal["cpu", "cuda"] = "cpu",
     optimizers: Iterable[torch.optim.Optimizer] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> StepTrace:
     """Run a training step without memory or computation, and return what happened.
 
@@ -45,6 +47,7 @@ def trace_step(
         device: the type of device on which the model is to be.
         optimizers: those that were made before and that the step uses. They hold the model's own parameters, which have no
             gradients here. Optimizers that the step makes from ``model.parameters()`` need not be named.
+        dtypes: by full name the dtypes of parameters that are to have other ones in this step than their own.
 
     Raises:
         TraceError: the step fails: a shape depends on values, a kernel or an attribute needs a real tensor, or the program
@@ -55,7 +58,7 @@ def trace_step(
     as recomputation.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    fakes = FakeModel(model, optimizers, mode, device)
+    fakes = FakeModel(model, optimizers, mode, device, dtypes or {})
     random_state = torch.get_rng_state()
     recorder = Recorder(model, fakes, mode, device)
     try:
@@ -63,14 +66,16 @@ def trace_step(
             stack.callback(fakes.restore)
             fakes.install()
             stack.enter_context(_foreach_on_fakes())
+            stack.enter_context(_eager_in_libraries())
             stack.enter_context(recorder.hooks())
+            stack.enter_context(_zero_grad_noted(recorder))
             stack.enter_context(mode)
             stack.enter_context(recorder)
             if device == "cuda":
                 stack.enter_context(CudaStandIn(recorder).entered())
             recorder.begin()
             step(model)
-        return recorder.finish()
+            return recorder.finish()  # before what the model and its optimizers hold is given back
     except TraceError:
         raise
     except Exception as error:
@@ -95,6 +100,50 @@ def _explained(error: Exception, failure: Failure | None) -> TraceError:
         f"the step fails on fake tensors, which have neither values nor memory, at {line_of(error.__traceback__)}: "
         f"{type(error).__name__}: {error}"
     )
+
+
+@contextmanager
+def _zero_grad_noted(recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder of ``zero_grad()``, also where there is no gradient yet, which there is in later steps."""
+
+    def noted(zero_grad: Any, parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
+        def noting(self: Any, set_to_none: bool = True) -> None:
+            if set_to_none:
+                recorder.gradients_cleared(parameters_of(self))
+            zero_grad(self, set_to_none)
+
+        return noting
+
+    of_optimizer, of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
+    torch.optim.Optimizer.zero_grad = noted(  # type: ignore[method-assign]
+        of_optimizer, lambda optimizer: (p for group in optimizer.param_groups for p in group["params"])
+    )
+    nn.Module.zero_grad = noted(of_module, nn.Module.parameters)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.zero_grad, nn.Module.zero_grad = of_optimizer, of_module  # type: ignore[method-assign]
+
+
+# Functions by which libraries tell fake tensors from real ones, to take a way that compilers can follow; transformers 5.24.
+_TELLS_FAKES = (("transformers.utils.import_utils", "is_fake_tensor"),)
+
+
+@contextmanager
+def _eager_in_libraries() -> Iterator[None]:
+    """Let libraries that are loaded take the same way as with real tensors."""
+    before = [
+        (module, name, getattr(module, name))
+        for module, name in ((sys.modules.get(module), name) for module, name in _TELLS_FAKES)
+        if hasattr(module, name)
+    ]
+    for module, name, _ in before:
+        setattr(module, name, lambda value: False)
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
 
 
 @contextmanager

@@ -1,0 +1,179 @@
+"""``torch-shard plan``: will a model fit, with which settings, and which of these is fastest."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.precision import for_autocast
+from ..config.shard_config import ShardConfig
+from ..errors import BudgetError, ConfigError, UnavailableError
+from ..plan.devices import DEVICES, LINK_FORM, LINKS, Device, Link, device, link
+from ..plan.memory_estimate import mib
+from ..plan.paste import lines_for
+from ..plan.settings_search import OUTSIDE, Search, search
+from .output import print_json
+
+__all__ = ["add_to"]
+
+_BYTES = re.compile(r"([\d.]+) *([kMGT]?)(i?)B", re.ASCII)
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+# The link between the devices of a node that usually comes with each.
+_WITHIN = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "mi300x": "infinity-fabric"}
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = commands.add_parser(
+        "plan",
+        help="find settings with which a model fits",
+        description="Find the settings with which a step of a causal language model fits the memory of each device, and the "
+        "fastest of them. One step is traced without memory and without a device. Exit code 0: something fits; 1: nothing does; "
+        "2: error.",
+    )
+    parser.add_argument(
+        "--model", required=True, help="a folder with a config.json of transformers, or a name in the hub's local cache"
+    )
+    parser.add_argument("--batch", type=int, required=True, help="sequences of each rank in a step")
+    parser.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--gpus", type=int, required=True, help="devices of a node")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
+    parser.add_argument("--memory", help="of one device, such as 80GiB (default: that of the device's data sheet)")
+    parser.add_argument("--margin", type=float, default=0.05, help="part of the memory that stays free (default: 0.05)")
+    parser.add_argument(
+        "--precision", choices=["bf16", "fp16", "fp32"], default="bf16", help="bf16 and fp16: autocast (default: bf16)"
+    )
+    parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="adamw", help="default: adamw")
+    parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)}, or a JSON file (default: h100)")
+    parser.add_argument("--link", help=f"within a node: {LINK_FORM}")
+    parser.add_argument("--link-between-nodes", default="ib-ndr400", help="as --link (default: ib-ndr400)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print what was found, and return the exit code."""
+    figures = _device(arguments.device)
+    memory = int(figures.memory_bytes) if arguments.memory is None else _bytes(arguments.memory)
+    for name in ("batch", "seq", "gpus", "nodes"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}.")
+    found = _search(arguments, figures, memory)
+    autocast = arguments.precision if arguments.precision in _AUTOCAST else None
+    if arguments.json:
+        best = found.estimates[0] if found.estimates[0].fits else None
+        print_json(
+            {
+                "model": arguments.model,
+                "budget": found.budget,
+                "states": found.states,
+                "candidates": [
+                    dataclasses.asdict(each) | {"settings": str(each.candidate)} for each in found.estimates
+                ],
+                "best": None if best is None else lines_for(best.candidate, autocast),
+            }
+        )
+        return 0 if best is not None else 1
+    print(f"budget {mib(found.budget)} MiB: {mib(memory)} less {arguments.margin:.0%}", end="")
+    print(f" and {mib(OUTSIDE)} MiB for the context and the communicators" * (figures.name != "cpu"))
+    print(f"parameters, gradients and optimizer state under full_shard: {mib(found.states)} MiB on each rank\n")
+    print(found.table())
+    print("\nSeconds are for ranking, by the figures of data sheets.")
+    if found.notes:
+        lines = ", ".join(dict.fromkeys(note.line for note in found.notes))
+        print(f"Values that the step reads were assumed, at {lines}.")
+    try:
+        chosen = found.best.candidate
+    except BudgetError as error:
+        print(f"\n{error}")
+        return 1
+    names = {"lightning": "Lightning", "accelerate": "Accelerate", "yaml": "accelerate launch", "plain": "torch_shard"}
+    for kind, text in lines_for(chosen, autocast).items():
+        print(f"\n# {names[kind]}\n{text}")
+    return 0
+
+
+def _search(arguments: argparse.Namespace, figures: Device, memory: int) -> Search:
+    model = _model(arguments.model)
+    optimizer = _OPTIMIZERS[arguments.optimizer](model.parameters(), lr=1e-4)
+    on = "cpu" if figures.name == "cpu" else "cuda"
+    dtype = _AUTOCAST.get(arguments.precision)
+    words = model.config.vocab_size
+
+    def step(model: Any, batch: int) -> None:
+        tokens = torch.randint(0, words, (batch, arguments.seq), device=on)
+        with torch.autocast(on, dtype) if dtype is not None else contextlib.nullcontext():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    config = ShardConfig()
+    if dtype is not None:
+        config = for_autocast(config, model, dtype, "--precision")
+    within = _WITHIN.get(figures.name, "gloo-local" if on == "cpu" else "pcie4")
+    return search(
+        model,
+        step,
+        memory=memory,
+        ranks=arguments.gpus * arguments.nodes,
+        ranks_per_node=arguments.gpus,
+        batch=arguments.batch,
+        config=config,
+        optimizers=[optimizer],
+        device=figures,
+        on=on,  # type: ignore[arg-type]
+        intra=_link(arguments.link, within),
+        inter=_link(arguments.link_between_nodes, "ib-ndr400"),
+        margin=arguments.margin,
+    )
+
+
+def _model(name: str) -> Any:
+    """Return a model on meta, with random weights that are never made."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnavailableError("--model needs transformers, which is not installed.") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config).train()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"--model {name}: no causal language model of transformers, in a folder with a config.json or in the local cache: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _device(name: str) -> Device:
+    return Device.from_file(name) if name.endswith(".json") and Path(name).exists() else device(name)
+
+
+def _link(given: str | None, default: str) -> Link:
+    return LINKS[default] if given is None else link(given)
+
+
+def _bytes(text: str) -> int:
+    """Return the bytes of a text such as ``80GiB`` or ``24 GB``."""
+    match = _BYTES.fullmatch(text.strip())
+    try:
+        if match is None:
+            raise ValueError
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    except ValueError:
+        raise ConfigError(f"--memory must be a number of bytes such as 80GiB or 24GB, not {text!r}.") from None

@@ -1,0 +1,72 @@
+"""How long a step takes, by the figures of a device and its links: operators and collectives on streams, as they overlap.
+
+The seconds are those of :mod:`torch_shard.plan.roofline`, and serve to rank settings.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .devices import Device, Link
+from .roofline import Span, Timeline, collective_seconds, copy_seconds, operator_seconds
+from .step_trace import CollectiveStart, CollectiveWait, Operator, StepTrace
+
+__all__ = ["timeline_of"]
+
+_STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+
+def timeline_of(
+    step: StepTrace, device: Device, ranks_per_node: int, intra: Link, inter: Link, tf32: bool = False
+) -> Timeline:
+    """Return the time line of a step, with the streams ``compute``, ``gather``, ``reduce`` and ``between replicas``.
+
+    A collective begins when what was computed before it was issued has ended, and the stream that it runs on has nothing else to
+    do. What is computed after a wait begins when the collective has ended.
+
+    Args:
+        step: a step of the plain model or of a sharded one.
+        device: what computes.
+        ranks_per_node: how many ranks a node has.
+        intra, inter: the links within a node, and between nodes as each rank has them.
+        tf32: matrix products of fp32 tensors are computed in tf32, where the device has that.
+
+    Raises:
+        ConfigError: the device has no figure for the dtype of a matrix product.
+    """
+    timeline = Timeline(device.host_seconds)
+    compute = timeline.stream("compute")
+    single = "tf32" if tf32 and "tf32" in device.peak_flops else "fp32"
+    running: dict[int, Span] = {}
+    awaited: list[Span] = []
+    latest: list[Span] = []  # the latest work of the compute stream
+    reduced: list[Span] = []  # the reduction within the replica that was issued last
+    for event in step.events:
+        if isinstance(event, Operator):
+            nbytes = event.read + event.written
+            if not (nbytes or event.flops):
+                continue
+            dtype = single if event.dtype is None else _NAMES.get(event.dtype, single)
+            seconds = operator_seconds(device, event.flops, nbytes, dtype)
+            latest = [compute.run(seconds, awaited, event.module or event.name, "compute")]
+            awaited = []
+        elif isinstance(event, CollectiveStart):
+            if event.kind == "to_device" or event.kind == "to_host":
+                stream = timeline.stream("gather" if event.kind == "to_device" else "to host")
+                seconds = copy_seconds(device.host_link, event.nbytes)
+                running[event.number] = stream.run(seconds, latest, event.unit, event.kind)
+                continue
+            in_node = max(1, ranks_per_node // event.stride)
+            seconds = collective_seconds(event.kind, event.nbytes, event.ranks, in_node, intra, inter)
+            name, after = _STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
+            running[event.number] = timeline.stream(name).run(seconds, after, event.unit, event.kind)
+            reduced = [running[event.number]] if event.kind == "reduce_scatter" else []
+        elif isinstance(event, CollectiveWait):
+            awaited.append(running.pop(event.number))
+    return timeline

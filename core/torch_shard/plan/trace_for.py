@@ -1,0 +1,108 @@
+"""Traces the step of a plain model as it computes under the settings of an engine: in other dtypes, with recomputation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config.precision import precision_of
+from ..config.shard_config import ShardConfig
+from ..utils.layer_caches import without_cache
+from ..utils.pytree import map_tensors
+from .plan import Plan
+from .step_trace import StepTrace
+from .trace_step import trace_step
+
+__all__ = ["trace_for"]
+
+
+def trace_for(
+    model: nn.Module,
+    step: Callable[[nn.Module], object],
+    plan: Plan,
+    config: ShardConfig,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    checkpointed: Iterable[nn.Module] = (),
+) -> StepTrace:
+    """Return what :func:`.trace_step.trace_step` returns, of a step in which parameters have the dtypes of gathered ones.
+
+    Args:
+        model: a plain module.
+        step: what is to be traced; autocast is part of it.
+        plan: the plan of the model.
+        config: the settings that the plan was made with.
+        device: as of ``trace_step``.
+        optimizers: as of ``trace_step``.
+        checkpointed: modules of which only the inputs are kept for backward; everything in them is computed again.
+
+    Raises:
+        TraceError: as of ``trace_step``.
+    """
+    dtypes = {p.name: p.dtypes.compute for p in plan.params if p.dtypes.casts}
+    with _casting(model, plan, config), _recomputed(checkpointed):
+        return trace_step(model, step, device=device, optimizers=optimizers, dtypes=dtypes)
+
+
+@contextmanager
+def _casting(model: nn.Module, plan: Plan, config: ShardConfig) -> Iterator[None]:
+    """Let modules have their inputs cast as ``Precision.cast_inputs`` asks for."""
+    precision = precision_of(config.precision)
+    modules, handles = dict(model.named_modules(remove_duplicate=False)), []
+    kept = {module for top in precision.kept_modules(model) for module in top.modules()}
+    computes = [p.dtypes.compute for p in plan.params if p.dtypes.casts]
+    triggers = {trigger for unit in plan.units for trigger in unit.triggers} if precision.cast_inputs is True else set()
+    for name in {"", *triggers} if precision.cast_inputs and computes else ():
+        module = modules[name]
+        dtype = precision.param_dtype or min(computes, key=lambda each: each.itemsize)
+        if module in kept:
+            dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        hook = functools.partial(_cast_inputs, dtype)
+        handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+    if precision.output_dtype is not None:
+        handles.append(model.register_forward_hook(functools.partial(_cast_output, precision.output_dtype)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+@contextmanager
+def _recomputed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    before = [(module, module.__dict__.get("forward")) for module in modules]
+    for module, _ in before:
+        module.forward = functools.partial(_checkpointed, module, module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(functools.partial(forward, **without_cache(module, kwargs)), *args, use_reentrant=False)

@@ -1,0 +1,135 @@
+"""``torch-shard plan`` on small models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import torch_shard
+from torch_shard.cli.main import main
+from torch_shard.plan.paste import lines_for
+from torch_shard.plan.settings_search import Candidate
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    transformers.AutoConfig.for_model("llama", **SIZES).save_pretrained(folder)
+    return str(folder)
+
+
+def planned(model: str, *arguments: str) -> int:
+    return main(["plan", "--model", model, "--batch", "8", "--seq", "128", "--gpus", "4", *arguments])
+
+
+def test_it_prints_candidates_and_what_to_paste(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(llama, "--memory", "8GiB") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "budget 6,758.40 MiB: 8,192.00 less 5% and 1,024.00 MiB for the context and the communicators\n"
+    )
+    for text in (
+        "full_shard, prefetch 1, 8 samples",
+        "# Lightning\nTrainer(strategy=ShardStrategy(",
+        "# accelerate launch",
+    ):
+        assert text in printed
+
+
+def test_nothing_fits(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(llama, "--memory", "1100MiB") == 1
+    printed = capsys.readouterr().out
+    assert "no settings fit 21.00 MiB. " in printed
+    assert "(lacks " in printed
+    assert "# Lightning" not in printed
+
+
+def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(llama, "--memory", "8GiB", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["budget"] == int(0.95 * 8 * 2**30) - 2**30
+    assert set(found["best"]) == {"lightning", "accelerate", "yaml", "plain"}
+    assert {"candidate", "nbytes", "host_nbytes", "seconds", "lacks", "kinds", "settings"} == set(
+        found["candidates"][0]
+    )
+    assert all(each["nbytes"] >= sum(each["kinds"].values()) for each in found["candidates"])
+
+
+def test_more_precision_takes_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nbytes = {}
+    for precision in ("bf16", "fp32"):
+        assert planned(llama, "--memory", "8GiB", "--json", "--precision", precision) == 0
+        candidates = json.loads(capsys.readouterr().out)["candidates"]
+        nbytes[precision] = next(e["nbytes"] for e in candidates if e["settings"].startswith("full_shard, prefetch 1"))
+    assert nbytes["bf16"] < nbytes["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory", "many"), "--memory must be a number of bytes such as 80GiB or 24GB, not 'many'."),
+        (("--device", "h101"), "device must be one of a100, h100, "),
+        (("--link", "fast"), "link must be one of nvlink3, "),
+        (("--nodes", "0"), "--nodes must be at least 1, not 0."),
+    ],
+)
+def test_bad_arguments(
+    llama: str, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert planned(llama, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert planned(str(tmp_path)) == 2
+    assert f"--model {tmp_path}: no causal language model of transformers" in capsys.readouterr().err
+
+
+CANDIDATES = [
+    Candidate("no_shard"),
+    Candidate("full_shard", prefetch=2, offload="cpu", checkpointing=True, micro_batch=2, accumulation=4),
+    Candidate("hybrid_shard", shard_size=8),
+]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate) -> None:
+    accelerate_shard, lightning_shard = (pytest.importorskip(name) for name in ("accelerate_shard", "lightning_shard"))
+    found: dict[str, Any] = {}
+
+    def note(kind: str) -> Any:
+        return lambda *args, **settings: found.setdefault(kind, settings)
+
+    names: dict[str, Any] = {
+        "ShardStrategy": lightning_shard.ShardStrategy,
+        "ShardPlugin": accelerate_shard.ShardPlugin,
+        "Trainer": note("trainer"),
+        "Accelerator": note("accelerator"),
+    }
+    lines = lines_for(candidate, "bf16")
+    eval(lines["lightning"], names)
+    eval(lines["accelerate"], names)
+    keys = yaml.safe_load(lines["yaml"])
+    plugin = found["accelerator"]["shard_plugin"]
+    for name in ("strategy", "prefetch", "shard_size", "activation_checkpointing"):
+        wanted = {"activation_checkpointing": candidate.checkpointing}.get(name, getattr(candidate, name, None))
+        assert getattr(plugin, name) == wanted
+        in_yaml = keys["fsdp_config"].get(f"shard_{name.removeprefix('shard_')}")
+        assert in_yaml in (wanted, None)
+    assert found["accelerator"].get("gradient_accumulation_steps", 1) == candidate.accumulation
+    assert found["trainer"].get("accumulate_grad_batches", 1) == candidate.accumulation
+    assert (found["trainer"]["precision"], found["accelerator"]["mixed_precision"]) == ("bf16-mixed", "bf16")
+    assert keys["mixed_precision"] == "bf16"
+    assert "torch_shard.shard(model, " in lines["plain"]
+    settings = lines["plain"].partition("shard(model, ")[2].rstrip(")")
+    eval(f"ShardConfig({settings})", {"ShardConfig": torch_shard.ShardConfig})

@@ -1,0 +1,221 @@
+"""The replayed step of a sharded model beside a real one: the same gathers and reductions, and the same peak of memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from tests.plan.test_trace_step import Gpt
+from tests.support.followed import followed
+from tests.support.ranks import ranks
+from torch_shard import Offload, Precision, Quantized, ShardConfig
+from torch_shard.activation_checkpointing import checkpointed_layers
+from torch_shard.errors import ConfigError
+from torch_shard.plan.layer_selection import repeated_layers
+from torch_shard.plan.planner import make_plan
+from torch_shard.plan.sharded_step import sharded_step
+from torch_shard.plan.step_trace import Allocation, CollectiveStart, CollectiveWait, Free, PhaseStart, StepTrace
+from torch_shard.plan.trace_for import trace_for
+from torch_shard.selftest.allocated import held_by_tensors, peak_of
+
+STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
+AUTOCAST = Precision(torch.bfloat16, cast_inputs=False, cast_params="autocast")
+
+
+class Branches(nn.Module):
+    """Two towers over one input, and a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList([nn.Linear(256, 256) for _ in range(3)])
+        self.right = nn.ModuleList([nn.Linear(256, 256) for _ in range(3)])
+        self.unused = nn.ModuleList([nn.Linear(256, 256) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = right = x
+        for layer in self.left:
+            left = layer(left).relu()
+        for layer in self.right:
+            right = layer(right).tanh()
+        return self.left[0](left) * right
+
+
+def gpt(**settings: Any) -> Callable[[], nn.Module]:
+    return lambda: Gpt(layers=4, width=128, **settings)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt(),
+    "tied": gpt(tied=True),
+    "checkpointing": gpt(reentrant=False),
+    "reentrant checkpointing": gpt(reentrant=True),
+    "recomputed by the engine": gpt(),
+    "branches": Branches,
+}
+
+
+class Training:
+    """A model, its optimizer, and its steps on one batch."""
+
+    def __init__(self, model: str, *, autocast: bool = False, micro_batches: int = 1, zero_grad: str = "first") -> None:
+        torch.manual_seed(0)
+        self.model = MODELS[model]()
+        self.x = torch.randn(8, 256) if model == "branches" else torch.randint(0, 100, (4, 32))
+        self.autocast, self.micro_batches, self.zero_grad = autocast, micro_batches, zero_grad
+        self.recomputes = model == "recomputed by the engine"
+        self.optimizer: Any = None
+
+    def prepare(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self, model: nn.Module) -> None:
+        if self.zero_grad == "first":
+            self.optimizer.zero_grad()
+        for number in range(self.micro_batches):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                loss = model(self.x).float().square().mean()
+            if self.zero_grad == "before backward" and number == 0:
+                self.optimizer.zero_grad()
+            loss.backward()
+            del loss
+        self.optimizer.step()
+        if self.zero_grad == "last":
+            self.optimizer.zero_grad()
+
+
+def predicted(training: Training, config: ShardConfig, world: int, rank: int = 0) -> StepTrace:
+    """Return the replayed step of a new training."""
+    training.prepare()
+    plan = make_plan(training.model, config, world)
+    layers = repeated_layers("", training.model, None) if training.recomputes else ()
+    trace = trace_for(training.model, training.step, plan, config, optimizers=[training.optimizer], checkpointed=layers)
+    return sharded_step(trace, plan, config, rank=rank)
+
+
+def train(training: Training, config: ShardConfig, steps: int) -> None:
+    with checkpointed_layers(training.model, training.recomputes, units=None):
+        torch_shard.shard(training.model, config)
+    training.prepare()
+    for _ in range(steps):
+        training.step(training.model)
+
+
+def of_replay(step: StepTrace) -> list[tuple[str, str]]:
+    """Return what ``followed`` yields, of a replayed step."""
+    gathered: dict[int, str] = {}
+    found: list[tuple[str, str]] = []
+    for event in step.events:
+        if isinstance(event, Allocation) and event.kind == "gathered":
+            gathered[event.storage] = event.name
+        elif isinstance(event, CollectiveStart):
+            found.append(("gather" if event.kind == "all_gather" else "reduce", event.unit))
+        elif isinstance(event, Free) and event.storage in gathered:
+            found.append(("free", gathered[event.storage]))
+    # A unit with several flat buffers has one gather, but frees, reduces and allocates each.
+    return [each for i, each in enumerate(found) if i == 0 or found[i - 1] != each]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@pytest.mark.parametrize("model", MODELS)
+@ranks(2)
+def test_units_are_gathered_freed_and_reduced_in_the_order_of_the_engine(
+    rank: int, monkeypatch: pytest.MonkeyPatch, model: str, strategy: Any, prefetch: int
+) -> None:
+    config = ShardConfig(strategy=strategy, prefetch=prefetch, unit_bytes=1 << 16)
+    replayed = of_replay(predicted(Training(model), config, 2))
+    training = Training(model)
+    train(training, config, 3)
+    with followed(monkeypatch) as found:
+        training.step(training.model)
+    assert found == replayed
+    assert {kind for kind, _ in found} == {"gather", "free", "reduce"}
+
+
+@pytest.mark.parametrize("zero_grad", ["first", "before backward", "last"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2, exhaustive=(1, 3, 4))
+def test_the_peak_is_that_of_the_allocator(rank: int, strategy: Any, zero_grad: str) -> None:
+    compare(ShardConfig(strategy=strategy), "gpt", zero_grad=zero_grad)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"micro_batches": 3}, {"autocast": True}, {}], ids=["accumulation", "autocast", "bf16"]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.exhaustive
+@ranks(1, 2, 3)
+def test_the_peak_is_that_of_the_allocator_for_other_models(
+    rank: int, model: str, strategy: Any, settings: dict[str, Any]
+) -> None:
+    precision = AUTOCAST if settings.get("autocast") else None if settings else Precision(torch.bfloat16)
+    config = ShardConfig(strategy=strategy, precision=precision)
+    compare(config, model, **settings)
+
+
+def compare(config: ShardConfig, model: str, **settings: Any) -> None:
+    world = dist.get_world_size()
+    expected = predicted(Training(model, **settings), config, world, dist.get_rank()).peak().total
+    gc.collect()
+    already = held_by_tensors()  # by this process, for other tests
+    sharded = Training(model, **settings)
+    train(sharded, config, 3)
+    peaks = []
+    for _ in range(10):
+        peak, unseen = peak_of(lambda: sharded.step(sharded.model), torch.device("cpu"))
+        peaks.append(peak - already)
+        most = torch.tensor(unseen)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if most < 1 << 16:
+            break
+    # Which reductions have ended when the next begins is chance, with several ranks, and the replay assumes the worst.
+    assert min(peaks) <= 1.02 * expected
+    assert min(peaks) >= (0.98 if world == 1 else 0.9) * expected
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_leaves_what_it_found(strategy: Any) -> None:
+    step = predicted(Training("gpt", zero_grad="last"), ShardConfig(strategy=strategy), 4)
+    levels = dict(step.memory())
+    begin = next(i for i, event in enumerate(step.events) if isinstance(event, PhaseStart))
+    first = levels[max(index for index in levels if index < begin)]
+    assert step.memory()[-1][1] == first
+    assert first["gradient"] == first["reduction"] == 0
+
+
+def test_shards_are_those_of_the_rank() -> None:
+    training = Training("gpt")
+    whole = sum(p.numel() for p in training.model.parameters())
+    totals = {"parameter": 0, "optimizer state": 0}
+    for rank in range(4):
+        step = predicted(Training("gpt"), ShardConfig(), 4, rank)
+        for kind in totals:
+            totals[kind] += sum(e.nbytes for e in step.events if isinstance(e, Allocation) and e.kind == kind)  # type: ignore[comparison-overlap]
+    assert totals["parameter"] == pytest.approx(4 * whole, rel=1e-3)
+    assert totals["optimizer state"] == pytest.approx(8 * whole, rel=1e-3)
+
+
+def test_every_collective_that_begins_is_waited_for() -> None:
+    step = predicted(Training("gpt"), ShardConfig(), 4)
+    begun = [event.number for event in step.events if isinstance(event, CollectiveStart)]
+    waited = [event.number for event in step.events if isinstance(event, CollectiveWait)]
+    assert len(set(begun)) == len(begun) > 10
+    assert sorted(waited) == sorted(begun)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("offload", Offload()), ("quantized", Quantized("int8")), ("reshard_after_forward", 2)]
+)
+def test_what_is_not_modelled_is_refused(setting: str, value: Any) -> None:
+    config = ShardConfig(**{setting: value})
+    plan = make_plan(nn.Linear(4, 4), config, 4)
+    with pytest.raises(ConfigError, match=f"^{setting}: "):
+        sharded_step(StepTrace("cpu", ()), plan, config)

@@ -1,0 +1,75 @@
+"""The time line of a step: what computes, what is gathered and reduced meanwhile, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_shard.plan.devices import Device, Link
+from torch_shard.plan.step_timeline import timeline_of
+from torch_shard.plan.step_trace import CollectiveStart, CollectiveWait, Event, Operator, StepTrace
+
+DEVICE = Device(
+    "test", {"fp32": 1e12, "tf32": 8e12, "bf16": 16e12}, 1e12, 1e12, 1.0, 1.0, launch_seconds=0.0, host_seconds=0.0
+)
+LINK = Link("test", 1e9, 0.0)
+
+
+def product(flops: float, dtype: torch.dtype | None = torch.float32) -> Operator:
+    return Operator("aten.mm.default", "forward", False, "layer", dtype, int(flops), 1, 1, 0, (), ())
+
+
+def seconds(*events: Event, tf32: bool = False) -> float:
+    return timeline_of(StepTrace("cuda", events), DEVICE, 8, LINK, LINK, tf32).total
+
+
+def gather(number: int, nbytes: float, ranks: int = 2) -> CollectiveStart:
+    return CollectiveStart(number, "all_gather", f"unit {number}", int(nbytes), ranks)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "expected"),
+    [(torch.float32, False, 1.0), (torch.float32, True, 0.125), (torch.bfloat16, False, 1 / 16), (None, False, 1.0)],
+)
+def test_operators_take_the_seconds_of_their_dtype(dtype: torch.dtype | None, tf32: bool, expected: float) -> None:
+    assert seconds(product(1e12, dtype), tf32=tf32) == pytest.approx(expected)
+
+
+def test_a_gather_that_is_awaited_at_once_is_not_hidden() -> None:
+    # Over two ranks half the bytes come from the other one.
+    assert seconds(gather(1, 2e9), CollectiveWait(1), product(1e12)) == pytest.approx(2.0)
+
+
+def test_a_gather_ahead_is_hidden_by_what_computes_meanwhile() -> None:
+    assert seconds(gather(1, 2e9), product(3e12), CollectiveWait(1), product(1e12)) == pytest.approx(4.0)
+    assert seconds(gather(1, 8e9), product(3e12), CollectiveWait(1), product(1e12)) == pytest.approx(5.0)
+
+
+def test_a_collective_follows_what_was_computed_before() -> None:
+    assert seconds(product(1e12), gather(1, 2e9), CollectiveWait(1), product(1e12)) == pytest.approx(3.0)
+
+
+def test_gathers_and_reductions_have_streams_of_their_own() -> None:
+    reduction = CollectiveStart(2, "reduce_scatter", "unit 2", int(4e9), 2)
+    assert seconds(gather(1, 2e9), reduction) == pytest.approx(2.0)
+    assert seconds(gather(1, 2e9), gather(2, 4e9)) == pytest.approx(3.0)
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    assert seconds(gather(1, 2e9, 1), CollectiveWait(1), product(1e12)) == pytest.approx(1.0)
+
+
+def test_the_sum_between_replicas_follows_that_within_and_not_the_next_one() -> None:
+    # Two nodes with a replica in each: a rank sends its eighth of the sum by its own NIC.
+    within = [CollectiveStart(n, "reduce_scatter", "", int(8e9), 8) for n in (1, 3)]
+    between = [CollectiveStart(n, "all_reduce", "", int(1e9), 2, 8) for n in (2, 4)]
+    assert seconds(within[0], between[0]) == pytest.approx(7.0 + 1.0)
+    assert seconds(within[0], between[0], within[1], between[1]) == pytest.approx(7.0 + 7.0 + 1.0)
+
+
+def test_spans_name_units_and_modules() -> None:
+    timeline = timeline_of(StepTrace("cuda", (gather(1, 2e9), CollectiveWait(1), product(1e12))), DEVICE, 8, LINK, LINK)
+    assert [(span.stream, span.name, span.kind) for span in timeline.spans] == [
+        ("gather", "unit 1", "all_gather"),
+        ("compute", "layer", "compute"),
+    ]
