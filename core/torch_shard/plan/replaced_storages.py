@@ -29,8 +29,9 @@ class Replaced:
         handed_over: gradients that autograd hands over, and that end when they are copied.
         grad_of: the name of the parameter whose ``.grad`` a storage is in the plain model.
         standing: what is allocated in this step and is there before a later one: optimizer state, and inputs from outside.
-        of_optimizer: the storages of this, and what else is allocated while an optimizer steps.
-        optimizer_temporaries: the most bytes of this last at one time.
+        counted_apart: the storages of what stands, and of all else that is allocated while an optimizer steps. The replay doesn't
+            take them from the step.
+        optimizer_temporaries: the most bytes, at one time, of what is allocated while an optimizer steps and is no state.
         saved: pairs of a module's call and a unit's index: the backward of this call reads parameters of the unit.
     """
 
@@ -50,7 +51,7 @@ class Replaced:
         self.handed_over: set[int] = set()
         self.grad_of: dict[int, str] = {}
         self.standing: list[Allocation] = []
-        self.of_optimizer: set[int] = set()
+        self.counted_apart: set[int] = set()
         self.optimizer_temporaries = 0
         self.saved: set[tuple[int, int]] = set()
         self._params = params
@@ -94,14 +95,14 @@ class Replaced:
 
     def _find_standing(self, step: Sequence[Event]) -> None:
         made = {storage for event in step if isinstance(event, Operator) for storage in event.outputs}
-        freed = {event.storage for event in step if isinstance(event, Free)}
+        made.update(event.storage for event in step if isinstance(event, Free))  # what ends doesn't stand, either
         for event in step:
             if isinstance(event, Allocation):
-                from_outside = event.kind == "input" and event.storage not in made | freed
+                from_outside = event.kind == "input" and event.storage not in made
                 # A step may make its optimizer itself, with which the state ends.
                 if from_outside or event.kind == "optimizer state":
                     self.standing.append(event)
-                    self.of_optimizer.add(event.storage)
+                    self.counted_apart.add(event.storage)
 
     def _find_optimizer(self, step: Sequence[Event]) -> None:
         phase: Phase = "between"
@@ -111,7 +112,7 @@ class Replaced:
             if isinstance(event, PhaseStart):
                 phase = event.phase
             elif isinstance(event, Allocation) and (phase == "optimizer" or event.kind == "optimizer state"):
-                self.of_optimizer.add(event.storage)
+                self.counted_apart.add(event.storage)
                 if event.kind != "optimizer state":
                     sizes[event.storage] = event.nbytes
                     level += event.nbytes

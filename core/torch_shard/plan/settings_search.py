@@ -72,7 +72,7 @@ class Candidate:
         parts += ["offload"] * (self.offload is not None) + ["activation checkpointing"] * self.checkpointing
         if self.micro_batch is not None:
             times = f"{self.accumulation} x " if self.accumulation > 1 else ""
-            parts.append(f"{times}{self.micro_batch} samples")
+            parts.append(f"{times}{self.micro_batch} sample{'s' * (self.micro_batch > 1)}")
         return ", ".join(parts)
 
 

@@ -80,7 +80,7 @@ class _Alone:
     running = False
 
     def unshard(self, unit: UnitStandIn) -> None:
-        raise NotImplementedError
+        raise AssertionError("the schedule asks for this only while `running`")
 
 
 class _Operations:
@@ -230,7 +230,7 @@ class _Replay:
     # -- what the plain model does ------------------------------------------------------------------------------------
 
     def _allocation(self, event: Allocation) -> None:
-        if event.storage in self.replaced.absent or event.storage in self.replaced.of_optimizer:
+        if event.storage in self.replaced.absent or event.storage in self.replaced.counted_apart:
             return
         self.log.add(replace(event, kind="temporary") if event.storage in self.replaced.handed_over else event)
 
@@ -238,7 +238,7 @@ class _Replay:
         name = self.replaced.grad_of.get(event.storage)
         if name is not None:
             self._clear((name,))
-        elif event.storage not in self.replaced.absent and event.storage not in self.replaced.of_optimizer:
+        elif event.storage not in self.replaced.absent and event.storage not in self.replaced.counted_apart:
             self.log.free(event.storage)
 
     def _operator(self, event: Operator) -> None:
