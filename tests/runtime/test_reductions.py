@@ -218,3 +218,31 @@ def test_a_backward_reduces_inside_sync_in_backward_though_its_forward_ran_under
     (sum(plain(x).pow(2).sum() for own in batches for x in own) / 2).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+class _TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        return getattr(self, way)(x)
+
+
+@ranks(2)
+def test_a_rank_whose_backward_gives_no_parameter_a_gradient_reduces_with_the_others(rank):
+    torch.manual_seed(0)
+    models = [_TwoWays(), _TwoWays()]
+    models[1].load_state_dict(models[0].state_dict())
+    model, plain = models
+    engine = torch_shard.shard(model, strategy="no_shard", units=["trained", "frozen"], timeout=10.0)
+    for step in range(3):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        with engine.no_sync() if step == 1 else contextlib.nullcontext():
+            model(x, ("trained", "frozen")[rank]).pow(2).sum().backward()
+        (plain(x, "trained").pow(2).sum() / 2).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if q.grad is not None:
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)

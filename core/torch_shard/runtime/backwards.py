@@ -51,8 +51,7 @@ class Backwards:
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
         """Hook the outputs of `use`, a module's forward or one operation, so that backward triggers its unit."""
         unit = use.unit
-        # An output that is a leaf is an input passed through, which backward reaches when it has left the unit.
-        found = [t for t in outputs if t.requires_grad and not t.is_leaf]
+        found = _made_by_forward(outputs)
         use.end = sequence_number()
         use.saved, use.versions, by_python = references_to(unit, use.looks_up)
         if use.saved and forward:
@@ -72,6 +71,15 @@ class Backwards:
             # parameter aside, or a later tensor than those found has left the forward some other way. So the unit stays
             # unsharded until backward ends.
             unit.kept.append(use)
+
+    def watch_model(self, outputs: list[torch.Tensor]) -> None:
+        """Hook the outputs of a replicated model, so that a backward begins also where no parameter gets a gradient.
+
+        The other ranks may have gradients, and wait for this one when they reduce them.
+        """
+        if any(param.requires_grad for flat in self.runtime.flats for param in flat.params):
+            for tensor in _made_by_forward(outputs):
+                tensor.register_hook(lambda grad: self.arm())
 
     def trigger(self, use: Use, grad: torch.Tensor) -> None:
         """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
@@ -316,6 +324,11 @@ class Backwards:
         runtime.collectives.drop_spares()
         runtime.forward_order.clear()
         runtime.session.close()
+
+
+def _made_by_forward(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    # One that is a leaf is an input passed through, which backward reaches when it has left the module.
+    return [t for t in outputs if t.requires_grad and not t.is_leaf]
 
 
 def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:

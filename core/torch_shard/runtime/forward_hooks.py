@@ -159,8 +159,8 @@ class Forwards:
                 self._refused = True
                 raise
 
-    def finish(self, succeeded: bool = True) -> None:
-        """End the innermost forward of the root module. Collective, unless the forward has raised.
+    def finish(self, outputs: Any) -> None:
+        """End the innermost forward of the root module. Collective, unless the forward has raised: `outputs` is None then.
 
         Raises:
             DivergenceError: other ranks have come to something else than this forward.
@@ -168,7 +168,9 @@ class Forwards:
         if self._roots:
             self._roots.pop()
         self._finished()
-        if succeeded and not self._roots and graph_task() == -1:
+        if outputs is not None and not self._roots and graph_task() == -1:
+            if self.runtime.replicates and torch.is_grad_enabled():
+                self.runtime.backwards.watch_model(tensors_in(outputs))
             # Before the user's code waits for other ranks, or for the device. In a step that repeats, all have come long ago.
             self.runtime.operations.finish()
 
@@ -234,7 +236,7 @@ def _begin_model(runtime: Runtime, module: nn.Module, args: Any) -> None:
 
 
 def _finish_model(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
-    _call(runtime.forwards.finish, output is not None)
+    _call(runtime.forwards.finish, output)
 
 
 def register(root: nn.Module, runtime: Runtime, units: Iterable[Unit]) -> None:

@@ -85,8 +85,8 @@ class Runtime:
         self.meet = self.lone.meet
         self.optimizer_states = OptimizerStates(self)
         self.served = ServedShards(self.versions)
-        replicated = collectives.size == 1 < collectives.data_parallel_size
-        self.schedule = UnshardSchedule[Unit](config, replicated, self.operations, self.lone)
+        self.replicates = collectives.size == 1 < collectives.data_parallel_size  # no rank waits for others' unshards
+        self.schedule = UnshardSchedule[Unit](config, self.replicates, self.operations, self.lone)
         self.solo = 0  # depth of gathered(ranks=...), inside which a forward concerns this rank alone
         self.forward_order: dict[int, Unit] = {}  # units in the order of their first use in forward
         self.forward_sync = True  # `require_sync` at the last forward
