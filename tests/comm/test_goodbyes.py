@@ -66,7 +66,7 @@ def script(way: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    engine = torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=20.0, alone_after=0.1)
+    engine = torch_shard.shard(model, units=["0", "1", "2", "3"], timeout=120.0, alone_after=0.1)
     together = read(model)
     dist.barrier()
     WAYS[way](rank, model, engine, together)
@@ -98,6 +98,15 @@ def fails(rank: int, model: nn.Module, engine: Any, together: float) -> None:
     tries_to_read(model)
 
 
+def trains_on(rank: int, model: nn.Module, engine: Any, together: float) -> None:
+    """Rank 1 ends after steps that repeat, and rank 0 trains on."""
+    try:
+        for _ in range(4 if rank == 1 else 5):
+            model(torch.ones(1, 8)).sum().backward()
+    except MissingRankError:
+        sys.exit(MISSED)
+
+
 def tries_to_read(model: nn.Module) -> None:
     try:
         read(model)
@@ -127,6 +136,7 @@ WAYS: dict[str, Callable[..., None]] = {
     "late": late,
     "limit": limit,
     "fails": fails,
+    "trains on": trains_on,
     "rank 0 dies": dies(0),
     "rank 1 dies": dies(1),
     "rank 2 dies": dies(2),
@@ -150,6 +160,11 @@ def test_a_rank_stays_no_longer_than_the_process_groups_wait() -> None:
 def test_a_rank_that_ends_by_an_exception_serves_nobody() -> None:
     codes, outputs = ranks("fails", 2)
     assert codes == [MISSED, 1], outputs
+
+
+def test_a_rank_that_others_wait_for_in_vain_ends_at_once() -> None:
+    codes, outputs = ranks("trains on", 2)
+    assert codes == [MISSED, 0], outputs  # long before rank 0 gives up by itself
 
 
 @pytest.mark.parametrize("victim", [1, *exhaustive(0, 2)])

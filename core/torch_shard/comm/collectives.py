@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from .small_collectives import ScalarComm
 from .spare_buffers import SpareBuffers
 from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
-from .work import Channel, OnStream, Pending, raise_if_lost
+from .work import Channel, OnStream, Pending, Works, raise_if_lost
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,24 +39,6 @@ def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # own and copies it to the output, while a broadcast receives into the output itself. With many ranks, the number of operations
 # would cost more than the copy.
 _BROADCASTS = 4
-
-
-class _Works:
-    """Several works that are waited for as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        for work in self._works:
-            if deadline is None or work.is_completed():
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
 _NO_CONTEXT = contextlib.nullcontext()
@@ -284,7 +264,7 @@ class Collectives:
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
             channel.count()
-            work: Any = _Works([process_group_ops.broadcast(channel.group, slot, i) for i, slot in enumerate(slots)])
+            work: Any = Works([process_group_ops.broadcast(channel.group, slot, i) for i, slot in enumerate(slots)])
         else:
             into = _unowned_bytes(full) if self._sends_bytes else full
             work = self._begin(channel, what, process_group_ops.all_gather, into, sent, self.gather_stream is not None)

@@ -246,6 +246,24 @@ def raise_if_lost(channel: Channel, rank: int, what: str, error: RuntimeError) -
         raise failure from error
 
 
+class Works:
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for work in self._works:
+            if deadline is None or work.is_completed():
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+
 def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
     """Return True when `work` is done, and False if it still runs after `seconds`.
 

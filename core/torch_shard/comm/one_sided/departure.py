@@ -14,6 +14,7 @@ import weakref
 
 from ...errors import MissingRankError
 from ...log import ANY_RANK, logger
+from .. import work
 from .partners import Partners
 from .service import Service
 
@@ -32,12 +33,12 @@ def stay_until_all_leave(service: Service, partners: Partners, seconds: float) -
 
 
 def _waits_in(partners: Partners, rank: int, issued: int) -> str | None:
-    """Return where `rank` waits in a comparison behind the `issued` ones; "" if it does not, None if its process is gone."""
+    """Return where `rank` waits in a collective behind the `issued` comparisons; "" if it does not, None if it is gone."""
     try:
         answer = partners.ask(rank, ask="presence")
     except MissingRankError:
         return None
-    waits = answer["issued"] > issued and answer["place"].startswith("torch_shard.comm.work")
+    waits = answer["issued"] > issued and answer["place"].startswith(f"{work.__name__}:")
     return f"{answer['issued']} {answer['place']}" if waits else ""
 
 
