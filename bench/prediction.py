@@ -78,10 +78,7 @@ def cases() -> list[Case]:
         candidates = [tuple(draw.choice(list(choices)) for choices in values) for _ in range(30)]
         best = max(candidates, key=lambda c: len(left & set(itertools.combinations(enumerate(c), 2))))
         left -= set(itertools.combinations(enumerate(best), 2))
-        case = Case(*best)  # type: ignore[arg-type]
-        # In a recomputation LoRA's layers ask for the dtype of weights that are not gathered, and fail on that of the gathered.
-        if (case.model, case.precision, case.checkpointing) != ("lora", "bf16", True):
-            found[case] = None
+        found[Case(*best)] = None  # type: ignore[arg-type]
     shuffled = list(found)
     draw.shuffle(shuffled)
     return shuffled

@@ -193,6 +193,8 @@ class Backwards:
         """
         if graph_task() not in self._tasks:
             self.arm()
+        if unit.recomputes:
+            unit.end_recomputation()
         # A unit of which this use has saved nothing may be prefetched for an earlier use, and is not waited for.
         if unit.state is State.GATHERING and not unit.uses and not unit.kept:
             raise UnitStateError(
@@ -259,6 +261,7 @@ class Backwards:
                 flat.gradients.show_deferred()
         schedule.double_backward = self._creates_graph
         for unit in runtime.units:
+            unit.end_recomputation()
             unit.awaits_trigger = False
             unit.uses.clear()
             unit.kept.clear()
@@ -308,6 +311,8 @@ class Backwards:
         runtime.reductions.abandon()
         runtime.schedule.double_backward = False
         for unit in runtime.units:
+            with contextlib.suppress(ShardError):
+                unit.end_recomputation()
             unit.uses.clear()
             unit.kept.clear()
             unit.awaits_trigger = False

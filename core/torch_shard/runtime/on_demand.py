@@ -133,6 +133,8 @@ class OnDemand:
             runtime.unshard(unit, runtime.phase(), f"{name} of {param._spec.name}", reads)
             if reads and recording and runtime.lone.running:
                 return self._read_alone(flat, index, recording)
+        if runtime.recomputes and not unit.installed and (unit.uses or not unit.gathers):
+            unit.begin_recomputation()  # the operations that follow find the unsharded parameters in the modules
         for each in unit.flats:
             each.mirror()
             if not unit.installed:

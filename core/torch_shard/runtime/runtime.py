@@ -180,8 +180,14 @@ class Runtime:
     # -- what units ask -----------------------------------------------------------------------------------------
     @property
     def in_forward(self) -> bool:
-        """True if a forward of the model or of one of its units is running."""
-        return self.forwards.running
+        """True if a forward of the model or of one of its units is running, or is computed again in backward."""
+        return self.forwards.running or self.recomputes
+
+    @property
+    def recomputes(self) -> bool:
+        """True inside a recomputation of torch's checkpoint, whether or not hooks of modules have run in it."""
+        # Only there, and in hooks of a backward that creates a graph, is recording switched on inside a backward.
+        return torch.is_grad_enabled() and graph_task() != -1
 
     def await_votes(self) -> None:
         """Learn what the ranks have reduced in the latest backward. Call before gradients are read or changed. Collective."""

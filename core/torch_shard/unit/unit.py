@@ -88,6 +88,7 @@ class Unit:
         self.state = State.SHARDED if self.gathers else State.FULL
         self.pending: list[Pending | QuantizedGather | Crossing] = []
         self.running = 0  # forwards that compute with this unit at this moment
+        self.recomputes = False  # checkpoint computes a part of the unit's forward again
         self.installed = 0  # forwards and gathered() calls that have put the unsharded parameters into the modules
         self._state_before_summon = self.state
         self.awaits_trigger = False  # recomputed in backward before its own trigger: see Forwards.enter
@@ -325,6 +326,7 @@ class Unit:
         Args:
             for_backward: the unit is needed again in backward; keep a secondary shard, where the engine keeps any.
         """
+        self.end_recomputation()
         if not self.gathers or self.state is State.SHARDED:
             return
         if self.state is State.GATHERING:
@@ -399,6 +401,20 @@ class Unit:
             # an unsharded parameter other memory.
             for flat in self.flats:
                 flat.check_places()
+
+    def begin_recomputation(self) -> None:
+        """Install the unsharded parameters until the unit's next gradient: checkpoint computes a part of its forward again.
+
+        The hooks that install them in forward don't run where a module checkpoints its own forward.
+        """
+        self.recomputes = True
+        self.install()
+
+    def end_recomputation(self) -> None:
+        """Uninstall the unsharded parameters after :meth:`begin_recomputation`, if it was called."""
+        if self.recomputes:
+            self.recomputes = False
+            self.uninstall()
 
     def write_back_edits(self) -> None:
         """Write to the shard what a forward has edited (`with no_grad(): self.weight.clamp_()`).
