@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch_shard.plan.planner import make_plan
 from torch_shard.plan.sharded_step import sharded_step
 from torch_shard.plan.step_trace import Allocation, CollectiveStart, CollectiveWait, Free, PhaseStart, StepTrace
 from torch_shard.plan.trace_for import trace_for
-from torch_shard.selftest.allocated import held_by_tensors, peak_of
+from torch_shard.selftest.allocated import held_by_tensors, peak_of, tensors_here
 
 STRATEGIES = ["full_shard", "shard_grad_op", "shard_optim", "no_shard"]
 AUTOCAST = Precision(torch.bfloat16, cast_inputs=False, cast_params="autocast")
@@ -164,12 +165,13 @@ def test_the_peak_is_that_of_the_allocator_for_other_models(
 def compare(config: ShardConfig, model: str, **settings: Any) -> None:
     world = dist.get_world_size()
     expected = predicted(Training(model, **settings), config, world, dist.get_rank()).peak().total
-    gc.collect()
-    already = held_by_tensors()  # by this process, for other tests
+    others = [weakref.ref(tensor) for tensor in tensors_here()]  # of other tests in this process; they may be freed yet
     sharded = Training(model, **settings)
     train(sharded, config, 3)
     peaks = []
     for _ in range(10):
+        gc.collect()
+        already = held_by_tensors(tensor for ref in others if (tensor := ref()) is not None)
         peak, unseen = peak_of(lambda: sharded.step(sharded.model), torch.device("cpu"))
         peaks.append(peak - already)
         most = torch.tensor(unseen)

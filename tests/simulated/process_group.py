@@ -1,7 +1,9 @@
 """A process group whose collectives run on streams of a simulated device, as NCCL's do, and send by Gloo.
 
 It is a backend of torch.distributed under the name of one that this build of torch does not have. Its collectives on host memory
-are Gloo's.
+are Gloo's. As with NCCL, a group's communicator is made in its first collective on the device, where the host waits for the
+other ranks without a limit. So this may happen only where they are known to come, directly behind a collective of the hosts:
+elsewhere two ranks that come to two new communicators in different order wait for each other, outside of any watchdog.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ BACKEND = "hccl"
 
 world: World | None = None
 """The simulation of this process; None where none runs."""
+
+_met = 0  # hosts that have met in the latest collective on host memory, if no communicator has run one since
 
 _IN_REGISTERED_MEMORY = ("all-gather", "coalesced all-gather", "reduce-scatter", "all-reduce")
 _LIMIT = 60.0  # seconds for the partners to come
@@ -84,8 +88,14 @@ class SimulatedGroup(dist.ProcessGroup):
             work = start()
         with torch._C.DisableTorchFunction():
             on_device = own is not None and any(own.memory.kind(t) == DEVICE for t in (*reads, *writes) if t.numel())
+        global _met
         if own is None or not on_device:
+            _met = self.size()
             return work
+        if self._stream is not None:
+            _met = 0
+        elif _met < self.size():
+            own.failures.append(f"{name} at {site()}: makes a communicator where a rank may be missing")
         deadline = time.monotonic() + _LIMIT
         while not work.is_completed():
             assert time.monotonic() < deadline, f"{name} at {site()}: the partners did not come"

@@ -30,6 +30,7 @@ _OVERWRITES = {
     "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
 _CHANNELS = 8  # fewer stay as they are
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
@@ -43,11 +44,15 @@ def workspace_of(func: Any, args: tuple[Any, ...], output: Any) -> int:
     """Return the bytes that an operator's kernel on the CPU takes beside its results and frees again; 0 where that is unknown.
 
     oneDNN computes convolutions and RNNs in layouts of its own, into which inputs, weights and results are copied, inputs of few
-    channels excepted. The figures are those of float32 and bfloat16 on x86 with AVX-512, seen in the allocator's events; others
+    channels excepted. Where the processor has no instructions for bfloat16, products are summed in fp32, of one matrix of a batch
+    in each thread. The figures are those of float32 and bfloat16 on x86 with AVX-512, seen in the allocator's events; others
     differ.
     """
     if not torch.backends.mkldnn.enabled or not torch.backends.mkldnn.is_available():
         return 0
+    if func in _PRODUCTS and output.dtype is torch.bfloat16 and not _has_bfloat16():
+        matrices = min(torch.get_num_threads(), output.size(0)) if output.dim() == 3 else 1
+        return int(4 * matrices * output.size(-2) * output.size(-1))
     if func is _aten.convolution.default:
         return max(nbytes_of([output]), _reordered(args[0]) + nbytes_of([args[1]]))
     if func is _aten.convolution_backward.default:
@@ -62,6 +67,11 @@ def workspace_of(func: Any, args: tuple[Any, ...], output: Any) -> int:
         copies = 2 if args[1].dtype is torch.bfloat16 else 1  # of weights: the layouts of their gradients are fp32
         return copies * nbytes_of(args[1:3]) + _gates(args[0], args[15])
     return 0
+
+
+def _has_bfloat16() -> bool:
+    asks = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # private; torch 2.13
+    return asks is None or bool(asks())
 
 
 def size_hidden_results(func: Any, args: tuple[Any, ...], output: Any) -> None:

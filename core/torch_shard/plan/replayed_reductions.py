@@ -124,7 +124,7 @@ class ReplayedReductions:
             self._keep(flat, sent, dtype)
             return
         buffers = []
-        if not self._cut:
+        if not self._cut and (log.on_streams or dtype == grad):
             summed = sent
         elif log.on_streams:
             kind: Kind = "gradient" if dtype == grad else "reduction"
@@ -133,7 +133,9 @@ class ReplayedReductions:
         else:
             # The sum is made when the reduction has ended, perhaps at once. But then an earlier one may have had to wait, so that
             # the buffers are not fewer either.
-            buffers = [sent, log.take(flat.layout.numel, dtype, flat.unit)]
+            buffers = [sent]
+            if self._cut:
+                buffers.append(log.take(flat.layout.numel, dtype, flat.unit))
             summed = self._new_grad(flat)
             dtype = grad
         numbers = []

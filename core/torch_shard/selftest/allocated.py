@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,18 +13,27 @@ from torch.profiler import ProfilerActivity, profile
 
 from .devices import peak_memory, reset_peak_memory
 
-__all__ = ["held_by_tensors", "peak_of"]
+__all__ = ["held_by_tensors", "peak_of", "tensors_here"]
 
 
-def held_by_tensors() -> int:
-    """Return the bytes of memory on the CPU that the tensors of this process hold, outside of a step."""
-    found: dict[int, int] = {}
+def tensors_here() -> list[torch.Tensor]:
+    """Return the tensors of this process whose memory is on the CPU."""
+    found = []
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():
             if issubclass(type(each), torch.Tensor) and type(each) is not FakeTensor and each.device.type == "cpu":
-                with contextlib.suppress(RuntimeError):  # of wrappers, which have no memory of their own
-                    storage = each.untyped_storage()
-                    found[storage.data_ptr()] = storage.nbytes()
+                found.append(each)
+    return found
+
+
+def held_by_tensors(tensors: Iterable[torch.Tensor] | None = None) -> int:
+    """Return the bytes of memory on the CPU that `tensors` hold, by default all of this process, outside of a step."""
+    found: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in tensors_here() if tensors is None else tensors:
+            with contextlib.suppress(RuntimeError):  # of wrappers, which have no memory of their own
+                storage = each.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
