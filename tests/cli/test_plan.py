@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,52 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
         found["candidates"][0]
     )
     assert all(each["nbytes"] >= sum(each["kinds"].values()) for each in found["candidates"])
+
+
+@pytest.mark.parametrize("memory", ["8GiB", "1100MiB"])
+def test_a_page_with_pictures(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "plan.html"
+    fits = memory == "8GiB"
+    assert planned(llama, "--memory", memory, "--html", str(page)) == (0 if fits else 1)
+    text = page.read_text()
+    assert text.count("<svg") == 3 and "src=" not in text and str(tmp_path) not in text
+    # Of the memory, of the streams, and of the units.
+    streams = ["between replicas"] if fits else ["gathers", "to host"]
+    for name in ("activation", "budget", "compute", "model.layers.3", *streams):
+        assert f">{name}<" in text or f">{name}\n" in text, name
+    assert ('<pre class="passed">fits: ' in text) == fits == ("Trainer(strategy=" in text)
+    assert ("which is" in text) != fits
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [1200, 400])
+def test_a_browser_shows_the_page(llama: str, tmp_path: Path, width: int) -> None:
+    page = tmp_path / "plan.html"
+    planned(llama, "--memory", "8GiB", "--html", str(page))
+    script = "document.body.dataset.marks = [...document.querySelectorAll('svg path')].filter(e => e.getBBox().width > 0).length"
+    wide = "document.body.dataset.wide = document.documentElement.scrollWidth > innerWidth"
+    page.write_text(page.read_text().replace("</body>", f"<script>{script};{wide}</script></body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    options += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ]
+    command = [
+        "chromium",
+        *options,
+        f"--user-data-dir={tmp_path / 'user'}",
+        f"--window-size={width},900",
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    marks = re.search(r'data-marks="(\d+)" data-wide="(\w+)"', done.stdout)
+    assert marks is not None and int(marks[1]) > 100
+    assert marks[2] == "false"  # plots and tables scroll, the page does not
 
 
 def test_more_precision_takes_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

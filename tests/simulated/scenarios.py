@@ -89,6 +89,7 @@ SPECIAL = {
         step=steps.joined_late, config={"strategy": "no_shard", "precision": BF16}
     ),
     "streams apart": Scenario(step=steps.streams_apart),
+    "streams apart, unsharded between": Scenario(step=steps.streams_apart, config={"strategy": "shard_optim"}),
     "another stream": Scenario(step=steps.on_another_stream),
     "another stream in bf16": Scenario(step=steps.on_another_stream, config={"precision": BF16}),
     "another stream, replicated": Scenario(

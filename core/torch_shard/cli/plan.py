@@ -15,11 +15,13 @@ from torch import nn
 
 from ..config.precision import for_autocast
 from ..config.shard_config import ShardConfig
-from ..errors import BudgetError, ConfigError, UnavailableError
+from ..errors import ConfigError, UnavailableError
 from ..plan.devices import DEVICES, LINK_FORM, LINKS, Device, Link, device, link
 from ..plan.memory_estimate import mib
-from ..plan.paste import lines_for
+from ..plan.paste import PLACES, lines_for
+from ..plan.report import report
 from ..plan.settings_search import OUTSIDE, Search, search
+from ..utils.html_page import check_path
 from .output import print_json
 
 __all__ = ["add_to"]
@@ -61,6 +63,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)}, or a JSON file (default: h100)")
     parser.add_argument("--link", help=f"within a node: {LINK_FORM}")
     parser.add_argument("--link-between-nodes", default="ib-ndr400", help="as --link (default: ib-ndr400)")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures of a step (plots need matplotlib)")
     parser.set_defaults(run=run)
 
 
@@ -71,10 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("batch", "seq", "gpus", "nodes"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}.")
+    path = None if arguments.html is None else check_path("--html", arguments.html)
     found = _search(arguments, figures, memory)
     autocast = arguments.precision if arguments.precision in _AUTOCAST else None
+    best = found.estimates[0] if found.estimates[0].fits else None
+    lines = {} if best is None else lines_for(best.candidate, autocast)
+    if path is not None:
+        path.write_text(report(found, f"torch-shard plan: {_title(arguments)}", lines), encoding="utf-8")
     if arguments.json:
-        best = found.estimates[0] if found.estimates[0].fits else None
         print_json(
             {
                 "model": arguments.model,
@@ -83,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "candidates": [
                     dataclasses.asdict(each) | {"settings": str(each.candidate)} for each in found.estimates
                 ],
-                "best": None if best is None else lines_for(best.candidate, autocast),
+                "best": lines or None,
             }
         )
         return 0 if best is not None else 1
@@ -93,17 +100,21 @@ def run(arguments: argparse.Namespace) -> int:
     print(found.table())
     print("\nSeconds are for ranking, by the figures of data sheets.")
     if found.notes:
-        lines = ", ".join(dict.fromkeys(note.line for note in found.notes))
-        print(f"Values that the step reads were assumed, at {lines}.")
-    try:
-        chosen = found.best.candidate
-    except BudgetError as error:
-        print(f"\n{error}")
+        places = ", ".join(dict.fromkeys(note.line for note in found.notes))
+        print(f"Values that the step reads were assumed, at {places}.")
+    if best is None:
+        print(f"\n{found.shortage}")
         return 1
-    names = {"lightning": "Lightning", "accelerate": "Accelerate", "yaml": "accelerate launch", "plain": "torch_shard"}
-    for kind, text in lines_for(chosen, autocast).items():
-        print(f"\n# {names[kind]}\n{text}")
+    for kind, text in lines.items():
+        print(f"\n# {PLACES[kind]}\n{text}")
     return 0
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    """Return what was planned, in a line without a path."""
+    model = Path(arguments.model).name
+    where = f"{arguments.nodes} x {arguments.gpus}" if arguments.nodes > 1 else arguments.gpus
+    return f"{model}, {arguments.batch} x {arguments.seq} tokens a rank, {where} {arguments.device}"
 
 
 def _search(arguments: argparse.Namespace, figures: Device, memory: int) -> Search:

@@ -73,15 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnavailableError("this build of torch has no torch.distributed, which ranks need; install another one.")
     # These import FSDP2 and torch's launcher, which the other commands do without.
     from ..selftest.gpu_tests import run_gpu_tests
-    from ..selftest.report import Report, check_path
+    from ..selftest.report import Report
     from ..selftest.session import Session, checked_parts, checked_setting
+    from ..utils.html_page import check_path
 
     if arguments.tests:
         return run_gpu_tests()
     setting = checked_setting(
         arguments.device, arguments.ranks, arguments.quick, arguments.peak_tflops, arguments.share_gpus
     )
-    path = None if arguments.report is None else check_path(arguments.report)
+    path = None if arguments.report is None else check_path("--report", arguments.report, (".json",))
     seconds = (600.0 if arguments.quick else 1800.0) if arguments.timeout is None else arguments.timeout
     if not seconds > 0:
         raise ConfigError(f"--timeout must be a positive number of seconds, not {arguments.timeout}.")

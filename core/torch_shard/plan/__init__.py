@@ -8,7 +8,7 @@ from .memory_estimate import PredictedBytes
 from .plan import BufferInfo, ParamInfo, Plan, UnitPlan
 
 if TYPE_CHECKING:
-    from .settings_search import Candidate, Estimate, Search, search
+    from .settings_search import Candidate, Estimate, Replay, Search, search
 
 __all__ = [
     "BufferInfo",
@@ -17,6 +17,7 @@ __all__ = [
     "ParamInfo",
     "Plan",
     "PredictedBytes",
+    "Replay",
     "Search",
     "UnitPlan",
     "search",
@@ -24,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Candidate", "Estimate", "Search", "search"):  # which training does not need
+    if name in ("Candidate", "Estimate", "Replay", "Search", "search"):  # which training does not need
         import importlib
 
         module = importlib.import_module(f"{__name__}.settings_search")

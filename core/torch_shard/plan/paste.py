@@ -6,7 +6,11 @@ from typing import Any
 
 from .settings_search import Candidate
 
-__all__ = ["lines_for"]
+__all__ = ["PLACES", "lines_for"]
+
+PLACES = {"lightning": "Lightning", "accelerate": "Accelerate", "yaml": "accelerate launch", "plain": "torch_shard"}
+"""What the keys of :func:`lines_for` stand for."""
+
 
 _LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 

@@ -26,12 +26,13 @@ from .layer_selection import repeated_layers
 from .memory_estimate import mib
 from .plan import Plan
 from .planner import make_plan
+from .roofline import Timeline
 from .sharded_step import sharded_step
 from .step_timeline import timeline_of
 from .step_trace import Kind, Note, StepTrace
 from .trace_for import trace_for
 
-__all__ = ["Candidate", "Estimate", "Search", "search"]
+__all__ = ["Candidate", "Estimate", "Replay", "Search", "search"]
 
 OUTSIDE = 1 << 30
 """Bytes of a device that no tensor takes: the CUDA context, and what NCCL's communicators keep. An assumption."""
@@ -103,6 +104,23 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Replay:
+    """A step of one rank with a candidate's settings; of several micro-batches, the last one with the optimizer's step.
+
+    Attributes:
+        plan: the units.
+        step: what the rank allocates, computes and sends.
+        timeline: when, on which stream.
+        clock: for each event of the step, the second at which what was computed before it has ended.
+    """
+
+    plan: Plan
+    step: StepTrace
+    timeline: Timeline
+    clock: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
 class Search:
     """What :func:`search` has found.
 
@@ -111,12 +129,14 @@ class Search:
         budget: the bytes of the device that a step may take.
         states: the bytes of parameters, gradients and optimizer state (Adam's) of one rank under ``full_shard``.
         notes: each read of a value that the trace has answered with a constant.
+        replay: a step with the settings of the first of the estimates.
     """
 
     estimates: tuple[Estimate, ...]
     budget: int
     states: int
     notes: tuple[Note, ...]
+    replay: Replay
 
     @property
     def best(self) -> Estimate:
@@ -125,14 +145,19 @@ class Search:
         Raises:
             BudgetError: none fits.
         """
+        if not self.estimates[0].fits:
+            raise BudgetError(self.shortage)
+        return self.estimates[0]
+
+    @property
+    def shortage(self) -> str:
+        """What is missing where nothing fits, in a sentence, and what to do."""
         first = self.estimates[0]
-        if not first.fits:
-            raise BudgetError(
-                f"no settings fit {mib(self.budget)} MiB. {first.candidate} lacks least, {mib(first.lacks)} MiB. Parameters, "
-                f"gradients and optimizer state alone are {mib(self.states)} MiB on each rank under full_shard. Use more ranks, "
-                "or a smaller or shorter batch."
-            )
-        return first
+        return (
+            f"no settings fit {mib(self.budget)} MiB. {first.candidate} lacks least, {mib(first.lacks)} MiB. Parameters, "
+            f"gradients and optimizer state alone are {mib(self.states)} MiB on each rank under full_shard. Use more ranks, "
+            "or a smaller or shorter batch."
+        )
 
     def table(self) -> str:
         """Return the candidates as lines of text."""
@@ -221,14 +246,21 @@ class _Searching:
     def search(self, budget: int) -> Search:
         estimates: list[Estimate] = []
         notes: dict[Note, None] = {}
+        best: tuple[Plan, StepTrace] | None = None
         for ways in self._levels():
             for micro_batch, checkpointing in ways:
-                estimates += self._estimates(micro_batch, checkpointing, budget, notes)
+                for estimate, plan, step in self._estimates(micro_batch, checkpointing, budget, notes):
+                    estimates.append(estimate)
+                    if min(estimates, key=_rank) is estimate:
+                        best = plan, step
             if any(estimate.fits for estimate in estimates):
                 break
-        estimates.sort(key=lambda each: (each.lacks, each.seconds, each.nbytes))
+        estimates.sort(key=_rank)
+        assert best is not None  # there is always a strategy to try
+        clock: list[float] = []
+        replay = Replay(*best, self._timeline(best[1], clock), clock)
         states = make_plan(self.model, dataclasses.replace(self.base, strategy="full_shard"), self.ranks).predicted
-        return Search(tuple(estimates), budget, states.total, tuple(notes))
+        return Search(tuple(estimates), budget, states.total, tuple(notes), replay)
 
     def _levels(self) -> Iterator[list[tuple[int | None, bool]]]:
         """Yield ways to compute activations, the fastest first: micro-batches, and whether layers recompute."""
@@ -244,8 +276,8 @@ class _Searching:
 
     def _estimates(
         self, micro_batch: int | None, checkpointing: bool, budget: int, notes: dict[Note, None]
-    ) -> Iterator[Estimate]:
-        """Yield the estimates of all strategies for one way to compute activations."""
+    ) -> Iterator[tuple[Estimate, Plan, StepTrace]]:
+        """Yield the estimates of all strategies for one way to compute activations, each with the plan and the step."""
         accumulation = 1 if micro_batch is None or self.batch is None else self.batch // micro_batch
         trace: StepTrace | None = None
         for strategy, prefetch, shard_size, offload in self._strategies():
@@ -258,14 +290,9 @@ class _Searching:
             step = sharded_step(trace, plan, config, data_parallel=self.ranks, accumulates=accumulation > 1)
             peak = step.peak()
             nbytes = peak.total if self.on == "cpu" else reserved_by(step, CachingAllocator()).peak_reserved
-            yield Estimate(
-                candidate,
-                nbytes,
-                step.peak("cpu").total if offload is not None else 0,
-                self._seconds(step, accumulation),
-                max(0, nbytes - budget),
-                peak.kinds,
-            )
+            host_nbytes = step.peak("cpu").total if offload is not None else 0
+            seconds = self._seconds(step, accumulation)
+            yield Estimate(candidate, nbytes, host_nbytes, seconds, max(0, nbytes - budget), peak.kinds), plan, step
 
     def _trace(self, plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointing: bool) -> StepTrace:
         args = () if micro_batch is None else (micro_batch,)
@@ -295,11 +322,16 @@ class _Searching:
             yield "hybrid_shard_zero2", 1, self.ranks_per_node, None
 
     def _seconds(self, step: StepTrace, accumulation: int) -> float:
-        whole = self._timeline(step)
+        whole = self._timeline(step).total
         if accumulation == 1:
             return whole
         events = tuple(each for each in step.events if getattr(each, "phase", "") != "optimizer")
-        return whole + (accumulation - 1) * self._timeline(StepTrace(step.device, events))
+        return whole + (accumulation - 1) * self._timeline(StepTrace(step.device, events)).total
 
-    def _timeline(self, step: StepTrace) -> float:
-        return timeline_of(step, self.device, self.ranks_per_node, self.intra, self.inter).total
+    def _timeline(self, step: StepTrace, clock: list[float] | None = None) -> Timeline:
+        return timeline_of(step, self.device, self.ranks_per_node, self.intra, self.inter, clock=clock)
+
+
+def _rank(estimate: Estimate) -> tuple[float, ...]:
+    """Return what candidates are sorted by: those that fit first, and then by time."""
+    return estimate.lacks, estimate.seconds, estimate.nbytes

@@ -23,7 +23,13 @@ _NAMES = {
 
 
 def timeline_of(
-    step: StepTrace, device: Device, ranks_per_node: int, intra: Link, inter: Link, tf32: bool = False
+    step: StepTrace,
+    device: Device,
+    ranks_per_node: int,
+    intra: Link,
+    inter: Link,
+    tf32: bool = False,
+    clock: list[float] | None = None,
 ) -> Timeline:
     """Return the time line of a step, with the streams ``compute``, ``gather``, ``reduce`` and ``between replicas``.
 
@@ -36,6 +42,7 @@ def timeline_of(
         ranks_per_node: how many ranks a node has.
         intra, inter: the links within a node, and between nodes as each rank has them.
         tf32: matrix products of fp32 tensors are computed in tf32, where the device has that.
+        clock: gets, for each event of the step, the second at which what was computed before it has ended.
 
     Raises:
         ConfigError: the device has no figure for the dtype of a matrix product.
@@ -48,6 +55,8 @@ def timeline_of(
     latest: list[Span] = []  # the latest work of the compute stream
     reduced: list[Span] = []  # the reduction within the replica that was issued last
     for event in step.events:
+        if clock is not None:
+            clock.append(compute.free)
         if isinstance(event, Operator):
             nbytes = event.read + event.written
             if not (nbytes or event.flops):

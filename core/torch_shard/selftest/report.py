@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..utils.html_page import page, row, table
+from ..utils.svg import WITHOUT_PLOTS
 from ..versions import __version__
 from .context import Setting
 from .plots import plots_of
 from .results import PARTS, Result
 
-__all__ = ["Report", "check_path"]
+__all__ = ["Report"]
 
 _WHAT_TO_DO = {
     "correctness": "Don't train with this combination. Please report it, with the report attached.",
@@ -123,7 +124,6 @@ class Report:
     def html(self) -> str:
         """Return the report as one HTML page, with plots if matplotlib is installed."""
         plots = plots_of(self.results)
-        without = '<p class="note">For plots, <code>pip install matplotlib</code> and run the test again.</p>'
         sections = []
         for part in PARTS:
             own = [r for r in self.results if r.part == part]
@@ -131,38 +131,11 @@ class Report:
                 plot = "" if plots is None else plots.get(part, "")
                 sections.append(f"<h2>{part}</h2>\n{plot}{_table(own)}")
         devices = {"devices": ", ".join(self.environment.get("devices", []))}
-        environment = "".join(_row("td", pair) for pair in (self.environment | devices).items() if pair[1] is not None)
-        return _PAGE.format(
-            state={0: "passed", 1: "failed", 2: "skipped"}[self.exit_code],
-            verdict=html.escape("\n".join(self.verdict)),
-            note=without if plots is None else "",
-            environment=environment,
-            sections="\n".join(sections),
-        )
-
-
-def check_path(text: str) -> Path:
-    """Return the path of a report, once it is known that a file can be written there; none is left there.
-
-    Raises:
-        ConfigError: the name does not end in ``.html``, the folder is missing, or it can't be written to.
-    """
-    path = Path(text)
-    if path.suffix != ".html":
-        raise ConfigError(f"--report {text}: the name must end in .html; the JSON file beside it gets the same name.")
-    for file in (path, path.with_suffix(".json")):
-        there = file.exists()
-        try:
-            with open(file, "ab"):
-                pass
-            if not there:
-                file.unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"--report {text}: {file.name} can't be written there ({error.strerror}). Give a file in a folder that exists "
-                "and that you may write to."
-            ) from None
-    return path
+        environment = table((), (row(pair) for pair in (self.environment | devices).items() if pair[1] is not None))
+        state = {0: "passed", 1: "failed", 2: "skipped"}[self.exit_code]
+        verdict = html.escape("\n".join(self.verdict))
+        body = [f'<pre class="{state}">{verdict}</pre>', WITHOUT_PLOTS if plots is None else "", *sections]
+        return page("torch-shard selftest", "\n".join([*body, "<h2>environment</h2>", environment]))
 
 
 def _plain(value: Any) -> Any:
@@ -191,47 +164,11 @@ def _number(value: Any, name: str = "") -> str:
 
 
 def _table(results: Sequence[Result]) -> str:
-    head = _row("th", ("", "check", "measured", "expected", "tolerance", "unit", "remark"))
     rows = []
     for r in results:
         limit = "at most" if r.expected is not None and r.tolerance is None else r.tolerance
         numbers = ["" if value is None else _number(value) for value in (r.measured, r.expected, limit)]
         figures = "; ".join(f"{name} {_number(value, name)}" for name, value in r.figures.items())
         remark = " ".join(filter(None, (r.reason, figures)))
-        rows.append(_row("td", (r.status, r.name, *numbers, r.unit, remark), r.status))
-    return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
-
-
-def _row(tag: str, cells: Sequence[Any], state: str = "") -> str:
-    inside = "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells)
-    return f'<tr class="{state}">{inside}</tr>\n'
-
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>torch-shard selftest: {state}</title>
-<style>
-:root {{ color-scheme: light dark; --back: #fff; --text: #1b1f24; --faint: #d5dae0; --good: #1a7f37; --bad: #cf222e; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --back: #14171b; --text: #dde3ea; --faint: #3a424c; --good: #4ac26b; --bad: #ff7b72; }}
-}}
-body {{ background: var(--back); color: var(--text); font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem;
-  padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 4px solid var(--faint); padding: .5rem 1rem; }}
-pre.passed {{ border-color: var(--good); }} pre.failed {{ border-color: var(--bad); }}
-.wide {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: .85rem; }}
-th, td {{ border-bottom: 1px solid var(--faint); padding: .25rem .6rem; text-align: left; vertical-align: top; }}
-tr.passed td:first-child {{ color: var(--good); }} tr.failed td:first-child {{ color: var(--bad); font-weight: bold; }}
-tr.skipped {{ opacity: .65; }}
-svg {{ max-width: 100%; height: auto; color: var(--text); }}
-.note {{ opacity: .75; }}
-</style></head><body>
-<h1>torch-shard selftest</h1>
-<pre class="{state}">{verdict}</pre>
-{note}
-{sections}
-<h2>environment</h2>
-<div class="wide"><table><tbody>{environment}</tbody></table></div>
-</body></html>
-"""
+        rows.append(row((r.status, r.name, *numbers, r.unit, remark), r.status))
+    return table(("", "check", "measured", "expected", "tolerance", "unit", "remark"), rows)

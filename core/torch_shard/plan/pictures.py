@@ -1,0 +1,197 @@
+"""Plots of a planned step: its memory, its streams, and its units."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..utils.svg import TEXT, svg
+from .plan import Plan, UnitPlan
+from .roofline import Span, Timeline
+from .step_trace import KINDS, StepTrace
+
+__all__ = ["Wait", "memory_plot", "streams_plot", "units_plot", "waits_in"]
+
+_GIB = 1 << 30
+_POINTS = 400  # of the plot of memory
+_SMALL = 0.004  # of a plot's area: a unit that takes less has no name written into it
+_KIND_COLOURS = {
+    "parameter": "#4e79a7",
+    "gathered": "#76b7b2",
+    "buffer": "#9c755f",
+    "gradient": "#f28e2b",
+    "reduction": "#edc948",
+    "optimizer state": "#b07aa1",
+    "activation": "#59a14f",
+    "temporary": "#8a94a0",
+}
+_STREAM_NAMES = {"compute": "compute", "gather": "gathers", "reduce": "reductions"}
+
+
+class Wait(NamedTuple):
+    """What computing waits for.
+
+    Attributes:
+        seconds: the sum of all such waits of a step.
+        kind: the collective or copy, such as ``"all_gather"``; ``"host"`` where the host issues too slowly.
+        unit: the unit whose collective it is.
+    """
+
+    seconds: float
+    kind: str
+    unit: str
+
+
+def memory_plot(step: StepTrace, clock: Sequence[float], budget: int) -> str:
+    """Return a plot of the bytes on the device by kind over a step, with the budget as a line, as an SVG element.
+
+    Args:
+        step: a replayed step.
+        clock: see :func:`torch_shard.plan.step_timeline.timeline_of`.
+        budget: in bytes.
+    """
+    times, levels = _highest(step, clock)
+    shown = [kind for kind in KINDS if any(level[kind] for level in levels)]
+
+    def draw(axes: Any) -> None:
+        areas = [[level[kind] / _GIB for level in levels] for kind in shown]
+        colours = [_KIND_COLOURS.get(kind, "#bab0ac") for kind in shown]
+        axes.stackplot(times, areas, labels=shown, colors=colours, step="post")
+        axes.axhline(budget / _GIB, color=TEXT, linestyle="--", label="budget")
+        axes.set_xlim(0, max(times[-1], 1e-9))
+        axes.set_ylim(0)
+        axes.set_xlabel("ms")
+        axes.set_ylabel("GiB")
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    return svg(draw, 3.6)
+
+
+def _highest(step: StepTrace, clock: Sequence[float]) -> tuple[list[float], list[dict[Any, int]]]:
+    """Return the milliseconds and the bytes by kind of the highest moment of each piece of a step."""
+    whole = max(clock[-1], 1e-9)
+    found: dict[int, tuple[float, dict[Any, int]]] = {}
+    for index, level in step.memory():
+        piece = int(_POINTS * clock[index] / whole)
+        if piece not in found or sum(level.values()) > sum(found[piece][1].values()):
+            found[piece] = (1000 * clock[index], level)
+    return [time for time, _ in found.values()], [level for _, level in found.values()]
+
+
+def streams_plot(timeline: Timeline, plan: Plan) -> str:
+    """Return a plot of what runs on each stream in a step, in the colours of the units, as an SVG element."""
+    colours = _colours(plan)
+    unit_of = _units_of_modules(plan)
+    rows = list(dict.fromkeys(span.stream for span in timeline.spans))
+
+    def draw(axes: Any) -> None:
+        for number, stream in enumerate(rows):
+            for (unit, _), spans in _runs(timeline, stream, unit_of):
+                bars = [(1000 * begin, 1000 * max(end - begin, 0.0)) for begin, end in spans]
+                axes.broken_barh(bars, (number - 0.4, 0.8), color=colours.get(unit, "#bab0ac"), linewidth=0)
+        axes.set_yticks(range(len(rows)), [_STREAM_NAMES.get(stream, stream) for stream in rows])
+        axes.set_xlim(0, max(1000 * timeline.total, 1e-9))
+        axes.set_xlabel("ms")
+        axes.invert_yaxis()
+
+    return svg(draw, 0.8 + 0.5 * len(rows))
+
+
+def _runs(
+    timeline: Timeline, stream: str, unit_of: Callable[[str], str]
+) -> Iterator[tuple[tuple[str, str], list[tuple[float, float]]]]:
+    """Yield units and kinds of work with the seconds of its beginnings and ends; what follows without a gap is one piece."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    gap = timeline.total / 2000  # which nobody sees
+    latest: tuple[str, str] | None = None
+    for span in timeline.spans:
+        if span.stream == stream:
+            key = (unit_of(span.name), span.kind)
+            pieces = found.setdefault(key, [])
+            if key == latest and pieces and span.start - pieces[-1][1] < gap:
+                pieces[-1] = (pieces[-1][0], span.end)
+            else:
+                pieces.append((span.start, span.end))
+            latest = key
+    yield from found.items()
+
+
+def waits_in(timeline: Timeline, most: int = 5) -> list[Wait]:
+    """Return what the compute stream waits for in a step, the longest first; at most `most` of it."""
+    ends: dict[float, Span] = {span.end: span for span in timeline.spans if span.stream != "compute"}
+    lost: dict[tuple[str, str], float] = {}
+    before = 0.0
+    for span in timeline.spans:
+        if span.stream == "compute":
+            if span.start > before:
+                cause = ends.get(span.start)
+                key = ("host", "") if cause is None else (cause.kind, cause.name)
+                lost[key] = lost.get(key, 0.0) + span.start - before
+            before = span.end
+    found = [Wait(seconds, kind, unit) for (kind, unit), seconds in lost.items()]
+    return sorted(found, reverse=True)[:most]
+
+
+def units_plot(plan: Plan) -> str:
+    """Return a plot of the units, each with an area as its bytes, as an SVG element."""
+    colours = _colours(plan)
+    units = sorted(plan.units, key=lambda unit: unit.nbytes, reverse=True)
+    whole = sum(unit.nbytes for unit in units) or 1
+
+    def draw(axes: Any) -> None:
+        from matplotlib.patches import Rectangle
+
+        for unit, x, y, width, height in _tiles(units, 0.0, 0.0, 1.0, 1.0):
+            axes.add_patch(Rectangle((x, y), width, height, facecolor=colours[unit.name], edgecolor="#ffffff80"))
+            if unit.nbytes >= _SMALL * whole:
+                dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in unit.params))
+                text = f"{unit.name or '(model)'}\n{unit.nbytes / 2**20:,.1f} MiB\n{dtypes}"
+                axes.text(
+                    x + width / 2, y + height / 2, text, ha="center", va="center", color="#ffffff", size=7, clip_on=True
+                )
+        axes.set_axis_off()
+        axes.set_xlim(0, 1)
+        axes.set_ylim(1, 0)
+
+    return svg(draw, 4.0)
+
+
+def _tiles(
+    units: Sequence[UnitPlan], x: float, y: float, width: float, height: float
+) -> Iterator[tuple[UnitPlan, float, float, float, float]]:
+    """Yield units with rectangles that fill a given one: halves of about equal bytes, across its longer side, and so on."""
+    if len(units) == 1:
+        yield units[0], x, y, width, height
+        return
+    whole, first, count = sum(unit.nbytes for unit in units), 0, 0
+    while count < len(units) - 1 and (count == 0 or first + units[count].nbytes / 2 <= whole / 2):
+        first, count = first + units[count].nbytes, count + 1
+    part = first / whole if whole else count / len(units)
+    if width >= height:
+        yield from _tiles(units[:count], x, y, width * part, height)
+        yield from _tiles(units[count:], x + width * part, y, width * (1 - part), height)
+    else:
+        yield from _tiles(units[:count], x, y, width, height * part)
+        yield from _tiles(units[count:], x, y + height * part, width, height * (1 - part))
+
+
+def _colours(plan: Plan) -> dict[str, str]:
+    """Return a colour for each unit, readable under white text; neighbours differ."""
+    found = {}
+    for number, unit in enumerate(plan.units):
+        red, green, blue = colorsys.hls_to_rgb((0.58 + 0.381966 * number) % 1.0, 0.42, 0.42)
+        found[unit.name] = f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+    return found
+
+
+def _units_of_modules(plan: Plan) -> Callable[[str], str]:
+    """Return a function that gives the name of the unit of a module or a unit; "" for what belongs to none."""
+    own = {name: unit.name for unit in plan.units for name in (unit.name, *unit.triggers)}
+
+    def unit_of(name: str) -> str:
+        while name and name not in own:
+            name = name.rpartition(".")[0]
+        return own.get(name, "")
+
+    return unit_of

@@ -1,0 +1,56 @@
+"""What pictures of a planned step are made of."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_shard.plan.pictures import Wait, _highest, _tiles, waits_in
+from torch_shard.plan.roofline import Timeline
+from torch_shard.plan.step_trace import Allocation, Free, StepTrace
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=60))
+def test_tiles_fill_the_whole_with_areas_as_bytes(sizes: list[int]) -> None:
+    units: Any = [SimpleNamespace(nbytes=size) for size in sorted(sizes, reverse=True)]
+    tiles = list(_tiles(units, 0.0, 0.0, 1.0, 1.0))
+    assert [unit for unit, *_ in tiles] == units
+    for unit, x, y, width, height in tiles:
+        assert math.isclose(width * height, unit.nbytes / sum(sizes), rel_tol=1e-6)
+        assert -1e-9 <= x <= x + width <= 1 + 1e-9 and -1e-9 <= y <= y + height <= 1 + 1e-9
+
+
+def test_waits_are_summed_by_what_is_waited_for() -> None:
+    timeline = Timeline()
+    compute, gather = timeline.stream("compute"), timeline.stream("gather")
+    first = gather.run(2.0, name="a", kind="all_gather")
+    second = gather.run(3.0, name="b", kind="all_gather")
+    third = gather.run(1.0, name="a", kind="all_gather")
+    compute.run(1.0, [first])  # from 2 to 3
+    compute.run(0.5, [second])  # from 5
+    compute.run(0.5, [third])  # from 6
+    assert waits_in(timeline) == [Wait(2.5, "all_gather", "a"), Wait(2.0, "all_gather", "b")]
+    assert waits_in(timeline, most=1) == [Wait(2.5, "all_gather", "a")]
+
+
+def test_a_host_that_is_too_slow_is_waited_for() -> None:
+    timeline = Timeline(host_seconds=1.0)
+    for _ in range(3):
+        timeline.stream("compute").run(0.25)
+    (wait,) = waits_in(timeline)
+    assert wait.kind == "host" and wait.seconds == pytest.approx(1.0 + 2 * 0.75)
+
+
+def test_no_peak_is_left_out_of_the_plot() -> None:
+    events: list[Any] = []
+    for number in range(10_000):
+        events += [Allocation(number, 7 + 1000 * (number == 7777), "cpu", "activation"), Free(number)]
+    times, levels = _highest(StepTrace("cpu", tuple(events)), [0.001 * i for i in range(len(events))])
+    assert len(times) == len(levels) <= 401
+    assert times == sorted(times)
+    assert max(level["activation"] for level in levels) == 1007
