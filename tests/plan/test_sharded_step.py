@@ -15,6 +15,7 @@ from torch import nn
 import torch_shard
 from tests.plan.test_trace_step import Gpt
 from tests.support.followed import followed
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Offload, Precision, Quantized, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers
@@ -123,7 +124,7 @@ def of_replay(step: StepTrace) -> list[tuple[str, str]]:
     return [each for i, each in enumerate(found) if i == 0 or found[i - 1] != each]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [1, *exhaustive(0, 2)])
 @pytest.mark.parametrize("strategy", STRATEGIES[:3])
 @pytest.mark.parametrize("model", MODELS)
 @ranks(2)

@@ -55,7 +55,7 @@ UNITS = [*(f"layers.{number}" for number in range(LAYERS)), "first", "last"]
 
 
 @ranks(2, exhaustive=(3,))
-@pytest.mark.parametrize("regions", [1, 2])
+@pytest.mark.parametrize("regions", [*exhaustive(1), 2])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 def test_a_layer_that_checkpoints_itself_trains_like_plain(rank, world_size, strategy, reentrant, regions):
@@ -80,7 +80,7 @@ def test_a_weight_shows_the_dtype_of_the_computation_as_in_the_forward(rank, ree
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "nonreentrant"])
 def test_only_the_first_operation_of_a_unit_asks_for_its_parameters(rank, strategy, reentrant, monkeypatch):
     model = Stack(reentrant)

@@ -246,3 +246,16 @@ def test_a_rank_whose_backward_gives_no_parameter_a_gradient_reduces_with_the_ot
         assert (p.grad is None) == (q.grad is None)
         if q.grad is not None:
             torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@ranks(2)
+def test_a_rank_alone_differentiates_a_replicated_model_by_its_input(rank):
+    model = nn.Linear(4, 3)
+    torch_shard.shard(model, strategy="no_shard", timeout=5.0)
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = model(x).sum()
+    if rank == 0:
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        torch.testing.assert_close(grad, model.weight.full_tensor().sum(0).expand(2, 4))
+    loss.backward()
+    assert model.weight.grad is not None

@@ -75,11 +75,16 @@ class Backwards:
     def watch_model(self, outputs: list[torch.Tensor]) -> None:
         """Hook the outputs of a replicated model, so that a backward begins also where no parameter gets a gradient.
 
-        The other ranks may have gradients, and wait for this one when they reduce them.
+        The other ranks may have gradients, and wait for this one when they reduce them. ``torch.autograd.grad`` reduces nothing.
         """
+
+        def begin(grad: torch.Tensor) -> None:
+            if self._called:
+                self.arm()
+
         if any(param.requires_grad for flat in self.runtime.flats for param in flat.params):
             for tensor in _made_by_forward(outputs):
-                tensor.register_hook(lambda grad: self.arm())
+                tensor.register_hook(begin)
 
     def trigger(self, use: Use, grad: torch.Tensor) -> None:
         """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
