@@ -19,7 +19,7 @@ from ..settings.chosen import set_enabled_plugin
 from ..settings.from_environment import launch_plugin, take_over_launch
 from ..settings.plugin import ShardPlugin, plugin_of
 
-__all__ = ["disable", "enable"]
+__all__ = ["Finder", "disable", "enable"]
 
 _TRAINER = "transformers.trainer"
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft")
@@ -48,7 +48,7 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
     take_over_launch()
     _FINDER.install()
     if _TRAINER in sys.modules:
-        _apply_to_trainer()
+        _apply_to_trainer(sys.modules[_TRAINER])
 
 
 def disable() -> None:
@@ -91,14 +91,17 @@ def _imported_since(ours: Any) -> Replaced:
     ]
 
 
-def _apply_to_trainer() -> None:
+def _apply_to_trainer(module: ModuleType) -> None:
     from ..trainer.mixin import apply_to_trainer
 
     apply_to_trainer()
 
 
-class _Finder:
-    """Finds nothing itself: lets the other finders find the Trainer's module, and has it followed by ours."""
+class Finder:
+    """Finds nothing itself: lets the other finders find some modules, and has each followed by what we do with it."""
+
+    def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.then = then
 
     def install(self) -> None:
         if self not in sys.meta_path:
@@ -109,7 +112,7 @@ class _Finder:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _TRAINER:
+        if fullname not in self.then:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -122,17 +125,17 @@ class _Finder:
         return None
 
 
-def _followed(spec: importlib.machinery.ModuleSpec, finder: _Finder) -> None:
+def _followed(spec: importlib.machinery.ModuleSpec, finder: Finder) -> None:
     loader: Any = spec.loader
     execute: Callable[[ModuleType], None] = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        if module.__name__ == _TRAINER and finder in sys.meta_path:
-            # The module is complete but for the import machinery's bookkeeping, which `apply_to_trainer` does not need.
-            _apply_to_trainer()
+        if module.__name__ in finder.then and finder in sys.meta_path:
+            # The module is complete but for the import machinery's bookkeeping, which nothing here needs.
+            finder.then[module.__name__](module)
 
     loader.exec_module = exec_module
 
 
-_FINDER = _Finder()
+_FINDER = Finder({_TRAINER: _apply_to_trainer})

@@ -26,7 +26,14 @@ from .errors import ConfigError
 from .plan.layer_selection import classes_named, repeated_layers
 from .utils.layer_caches import without_cache
 
-__all__ = ["Layers", "checked_layers", "checkpointed_layers", "keep_activations", "offload_of"]
+__all__ = [
+    "Layers",
+    "checked_layers",
+    "checkpointed_layers",
+    "has_checkpointed_layers",
+    "keep_activations",
+    "offload_of",
+]
 
 Layers = bool | Sequence[type[nn.Module] | str]
 """Which layers recompute their activations: classes and names of classes; True: those of the units, else those that repeat."""
@@ -92,6 +99,11 @@ def keep_activations(model: nn.Module) -> None:
         found = layer.__dict__.get("forward")
         if isinstance(found, _Recomputed):
             found.undo()
+
+
+def has_checkpointed_layers(model: nn.Module) -> bool:
+    """Return True if layers of `model` recompute, as :func:`checkpointed_layers` has made them do. Not collective."""
+    return any(isinstance(layer.__dict__.get("forward"), _Recomputed) for layer in model.modules())
 
 
 def offload_of(model: nn.Module) -> ActivationOffload | None:

@@ -663,6 +663,10 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[to
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
+instead_of_sharding: Callable[[nn.Module, ShardConfig], Engine] | None = None
+"""What :func:`shard` does where a script runs only to be planned; see :mod:`torch_shard.launch.planned_script`."""
+
+
 def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = None, **overrides: Any) -> Engine:
     """Shard a model in place over the ranks of a process group. Collective.
 
@@ -702,6 +706,8 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         if unknown:
             raise ConfigError(f"{unknown[0]}: no such setting; ShardConfig has {', '.join(sorted(known))}.")
         config = dataclasses.replace(config, **overrides)
+    if instead_of_sharding is not None:
+        return instead_of_sharding(model, config)
     runtime, plan = build.build(model, config, mesh)
     engine = Engine(model, runtime, plan, config)
     registry.note(model, engine)

@@ -224,8 +224,9 @@ class DiskError(ShardError):
 class TraceError(ShardError):
     """A training step can't be traced on fake tensors.
 
-    Raised: by :func:`torch_shard.plan.trace_step.trace_step`: a shape depends on values (``nonzero``, ``unique``, a boolean mask
-    as index), an operator or a library needs real memory, a parameter is of a class that has no fake, or the step itself raises.
+    Raised: by :func:`torch_shard.plan.search` and ``torch-shard plan``: a shape depends on values (``nonzero``, ``unique``, a
+    boolean mask as index), an operator or a library needs real memory, a parameter is of a class that has no fake, or the step
+    itself raises; and by the latter for a script that fails before its first step is over, or shards no model, or two.
     The message has the operator and the line of the user's code; ``__cause__`` is the error. The model is as it was.
     Remedy: compute what depends on values outside of the step, or in a form of fixed shape.
     """

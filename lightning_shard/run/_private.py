@@ -3,6 +3,7 @@
 - The connectors of the Trainer and of Fabric decide on strategy, accelerator and precision. Before they make the strategy they
   call ``_check_strategy_and_fallback``: ``_strategy_flag`` is a name or an instance then, never ``"auto"``, and ``accelerator``
   and ``cluster_environment`` exist. The precision, which they look at afterwards, is in two attributes (see :class:`Root`).
+  Their arguments ``accelerator``, ``devices``, ``num_nodes`` and ``strategy`` are those of the Trainer.
 - Launchers of subprocesses start the other ranks in ``_call_children_scripts``, as ``__main__.__spec__`` and ``sys.argv`` say.
 - ``STRATEGY_REGISTRY[name]["strategy"]`` is what was registered under a name: a class, as a rule.
 - ``_parallel_devices`` and ``_num_nodes_flag`` of a connector are the devices of a node and the number of nodes.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ __all__ = [
     "set_device_mesh",
     "speaks",
     "started_by",
+    "train_on_cpu",
     "watch_children",
     "watch_strategies",
 ]
@@ -124,6 +127,26 @@ def watch_strategies(root: Root, replace: Callable[[Any, Any], Any]) -> None:
             self._strategy_flag = replace(self, self._strategy_flag)
 
     kind._check_strategy_and_fallback = wrapped
+
+
+def train_on_cpu(root: Root, devices: int, nodes: int) -> None:
+    """Make every connector choose so many ranks on the CPU, and a strategy for several, whatever it is given.
+
+    Raises:
+        ConfigError: this Lightning has no such connector.
+    """
+    kind, init = _method(*root.connector, "__init__")
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs)
+        given.arguments.update(accelerator="cpu", devices=devices, num_nodes=nodes)
+        if given.arguments.get("strategy", "auto") == "auto":  # which is none that shards, for one rank
+            given.arguments["strategy"] = "ddp"
+        init(*given.args, **given.kwargs)
+
+    kind.__init__ = wrapped
 
 
 def speaks(connector: Any) -> bool:

@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
     try:
-        arguments = _parser().parse_args(argv)
+        own, of_script = plan.split(sys.argv[1:] if argv is None else argv)
+        arguments = _parser().parse_args(own)
+        arguments.script_arguments = of_script
         with torch.serialization.safe_globals(classes_of_data()):
             code: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..plan.devices import DEVICES, LINK_FORM, LINKS, Device, Link, device, link
 from ..plan.memory_estimate import mib
 from ..plan.paste import PLACES, lines_for
 from ..plan.report import report
-from ..plan.settings_search import OUTSIDE, Search, search
+from ..plan.settings_search import OUTSIDE, Hardware, Search, search_step
 from ..utils.html_page import check_path
 from .output import print_json
 
@@ -43,15 +43,19 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="find settings with which a model fits",
-        description="Find the settings with which a step of a causal language model fits the memory of each device, and the "
-        "fastest of them. One step is traced without memory and without a device. Exit code 0: something fits; 1: nothing does; "
-        "2: error.",
+        usage="torch-shard plan train.py --gpus 8 [options] [-- argument ...]\n"
+        "       torch-shard plan --model NAME --batch 4 --seq 2048 --gpus 8 [options]",
+        description="Find the settings with which a step of a script, or of a causal language model, fits the memory of each "
+        "device, and the fastest of them. A script is run on the CPU up to its first step, which is traced on tensors without "
+        "values. Exit code 0: something fits; 1: nothing does; 2: error.",
     )
+    parser.add_argument("script", nargs="?", help="a script that trains; what follows -- are its own arguments")
     parser.add_argument(
-        "--model", required=True, help="a folder with a config.json of transformers, or a name in the hub's local cache"
+        "--model",
+        help="instead of a script: a folder with a config.json of transformers, or a name in the hub's local cache",
     )
-    parser.add_argument("--batch", type=int, required=True, help="sequences of each rank in a step")
-    parser.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, help="with --model: sequences of each rank in a step")
+    parser.add_argument("--seq", type=int, help="with --model: tokens of a sequence")
     parser.add_argument("--gpus", type=int, required=True, help="devices of a node")
     parser.add_argument("--nodes", type=int, default=1, help="nodes (default: 1)")
     parser.add_argument("--memory", help="of one device, such as 80GiB (default: that of the device's data sheet)")
@@ -67,16 +71,38 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments of ``torch-shard``, and those of a script, which follow ``--``."""
+    given = list(argv)
+    at = given.index("--") if given[:1] == ["plan"] and "--" in given else len(given)
+    return given[:at], given[at + 1 :]
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found, and return the exit code."""
+    _check(arguments)
     figures = _device(arguments.device)
     memory = int(figures.memory_bytes) if arguments.memory is None else _bytes(arguments.memory)
-    for name in ("batch", "seq", "gpus", "nodes"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}.")
     path = None if arguments.html is None else check_path("--html", arguments.html)
-    found = _search(arguments, figures, memory)
-    autocast = arguments.precision if arguments.precision in _AUTOCAST else None
+    on_cpu = figures.name == "cpu"
+    within = _WITHIN.get(figures.name, "gloo-local" if on_cpu else "pcie4")
+    hardware = Hardware.of(
+        memory,
+        arguments.gpus * arguments.nodes,
+        arguments.gpus,
+        device=figures,
+        on="cpu" if on_cpu else "cuda",
+        intra=_link(arguments.link, within),
+        inter=_link(arguments.link_between_nodes, "ib-ndr400"),
+        margin=arguments.margin,
+    )
+    if arguments.script is None:
+        found = _plan_model(arguments, hardware)
+    else:
+        from ..launch.planned_script import plan_script
+
+        found = plan_script(arguments.script, arguments.script_arguments, hardware)
+    autocast = arguments.precision if arguments.script is None and arguments.precision in _AUTOCAST else None
     best = found.estimates[0] if found.estimates[0].fits else None
     lines = {} if best is None else lines_for(best.candidate, autocast)
     if path is not None:
@@ -85,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(
             {
                 "model": arguments.model,
+                "script": arguments.script,
                 "budget": found.budget,
                 "states": found.states,
                 "candidates": [
@@ -95,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 0 if best is not None else 1
     print(f"budget {mib(found.budget)} MiB: {mib(memory)} less {arguments.margin:.0%}", end="")
-    print(f" and {mib(OUTSIDE)} MiB for the context and the communicators" * (figures.name != "cpu"))
+    print(f" and {mib(OUTSIDE)} MiB for the context and the communicators" * (not on_cpu))
     print(f"parameters, gradients and optimizer state under full_shard: {mib(found.states)} MiB on each rank\n")
     print(found.table())
     print("\nSeconds are for ranking, by the figures of data sheets.")
@@ -110,23 +137,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    if (arguments.script is None) == (arguments.model is None):
+        raise ConfigError("give a script or --model, one of them.")
+    for name in ("batch", "seq", "gpus", "nodes"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, not {value}.")
+        if name in ("batch", "seq") and (value is None) != (arguments.model is None):
+            raise ConfigError(
+                f"--{name} belongs to --model: " + ("it is missing." if value is None else "a script says itself.")
+            )
+    if arguments.script is None:
+        if arguments.script_arguments:
+            raise ConfigError("arguments that follow -- are a script's, and there is none.")
+    elif not Path(arguments.script).is_file():
+        raise ConfigError(f"there is no script {arguments.script!r}.")
+
+
 def _title(arguments: argparse.Namespace) -> str:
     """Return what was planned, in a line without a path."""
-    model = Path(arguments.model).name
     where = f"{arguments.nodes} x {arguments.gpus}" if arguments.nodes > 1 else arguments.gpus
-    return f"{model}, {arguments.batch} x {arguments.seq} tokens a rank, {where} {arguments.device}"
+    if arguments.script is not None:
+        return f"{Path(arguments.script).name}, {where} {arguments.device}"
+    return (
+        f"{Path(arguments.model).name}, {arguments.batch} x {arguments.seq} tokens a rank, {where} {arguments.device}"
+    )
 
 
-def _search(arguments: argparse.Namespace, figures: Device, memory: int) -> Search:
+def _plan_model(arguments: argparse.Namespace, hardware: Hardware) -> Search:
     model = _model(arguments.model)
     optimizer = _OPTIMIZERS[arguments.optimizer](model.parameters(), lr=1e-4)
-    on = "cpu" if figures.name == "cpu" else "cuda"
     dtype = _AUTOCAST.get(arguments.precision)
     words = model.config.vocab_size
 
     def step(model: Any, batch: int) -> None:
-        tokens = torch.randint(0, words, (batch, arguments.seq), device=on)
-        with torch.autocast(on, dtype) if dtype is not None else contextlib.nullcontext():
+        tokens = torch.randint(0, words, (batch, arguments.seq), device=hardware.on)
+        with torch.autocast(hardware.on, dtype) if dtype is not None else contextlib.nullcontext():
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -136,22 +183,7 @@ def _search(arguments: argparse.Namespace, figures: Device, memory: int) -> Sear
     config = ShardConfig()
     if dtype is not None:
         config = for_autocast(config, model, dtype, "--precision")
-    within = _WITHIN.get(figures.name, "gloo-local" if on == "cpu" else "pcie4")
-    return search(
-        model,
-        step,
-        memory=memory,
-        ranks=arguments.gpus * arguments.nodes,
-        ranks_per_node=arguments.gpus,
-        batch=arguments.batch,
-        config=config,
-        optimizers=[optimizer],
-        device=figures,
-        on=on,  # type: ignore[arg-type]
-        intra=_link(arguments.link, within),
-        inter=_link(arguments.link_between_nodes, "ib-ndr400"),
-        margin=arguments.margin,
-    )
+    return search_step(model, step, hardware, batch=arguments.batch, config=config, optimizers=[optimizer])
 
 
 def _model(name: str) -> Any:

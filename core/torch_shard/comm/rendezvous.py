@@ -44,6 +44,8 @@ def exchange_texts(
     Raises:
         MissingRankError: a rank has not come within `timeout` seconds, or the store can't be reached.
     """
+    if dist.get_backend() == "fake":  # torch's backend for a rank whose others don't exist: they do as this one
+        return name, dict.fromkeys(ranks, mine)
     store, me = default_store(), dist.get_rank()
     try:
         while True:

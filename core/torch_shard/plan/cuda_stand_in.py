@@ -65,11 +65,15 @@ class Places(Protocol):
 
 
 class CudaStandIn(TorchFunctionMode):
-    """While it is entered, the functions of torch treat the tensors that are meant for CUDA as CUDA would."""
+    """While it is entered, the functions of torch treat the tensors that are meant for CUDA as CUDA would.
 
-    def __init__(self, places: Places):
+    With `all_on_device` the program names the CPU, and means the device.
+    """
+
+    def __init__(self, places: Places, all_on_device: bool = False):
         super().__init__()
         self._places = places
+        self._all_on_device = all_on_device
         self._in_float32 = _functions(_FLOAT32)
         self._accumulate_in_float32 = _functions(_ACCUMULATE_IN_FLOAT32)
         self._recomputing: nn.Module | None = None
@@ -119,11 +123,12 @@ class CudaStandIn(TorchFunctionMode):
             return self._to(*args, **kwargs)
         if func is Tensor.cuda or func is Tensor.cpu:
             layout = kwargs.get("memory_format", torch.preserve_format)
-            return self._moved(args[0], "cuda" if func is Tensor.cuda else "cpu", None, False, layout)
+            to_host = None if self._all_on_device else "cpu"
+            return self._moved(args[0], "cuda" if func is Tensor.cuda else to_host, None, False, layout)
         if func is self._attention:
             return self._attend(*args, **kwargs)
         with self._autocast():
-            if torch.is_autocast_enabled("cuda"):
+            if self._casts_to() is not None:
                 if func in self._in_float32:
                     args = tuple(_float32(value) for value in args)
                     kwargs = {name: _float32(value) for name, value in kwargs.items()}
@@ -134,6 +139,9 @@ class CudaStandIn(TorchFunctionMode):
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
         """Make autocast for CUDA hold for the CPU."""
+        if self._all_on_device and torch.is_autocast_enabled("cpu"):
+            yield
+            return
         before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         wanted = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         if before == wanted or not (before[0] or wanted[0]):
@@ -146,6 +154,13 @@ class CudaStandIn(TorchFunctionMode):
         finally:
             torch.set_autocast_enabled("cpu", before[0])
             torch.set_autocast_dtype("cpu", before[1])
+
+    def _casts_to(self) -> torch.dtype | None:
+        """Return the dtype of the autocast that holds, or None."""
+        for device in ("cuda", "cpu") if self._all_on_device else ("cuda",):
+            if torch.is_autocast_enabled(device):
+                return torch.get_autocast_dtype(device)
+        return None
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         other = args[0] if args else kwargs.pop("other", None)
@@ -160,7 +175,10 @@ class CudaStandIn(TorchFunctionMode):
     ) -> Tensor:
         """Do what ``tensor.to`` does, which sees no difference between the devices here."""
         dtype = tensor.dtype if dtype is None else dtype
-        if place in (None, self._places.place_of(tensor)):
+        now = self._places.place_of(tensor)
+        if self._all_on_device and place is not None:
+            place = "cuda"  # where this program's tensors would go
+        if place in (None, now):
             return tensor.to(dtype, copy=copy, memory_format=layout)
         with self._places.placing(str(place)):
             moved: Tensor = _aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
@@ -182,8 +200,8 @@ class CudaStandIn(TorchFunctionMode):
         Kernels of cuDNN hold the same tensors as FlashAttention. Sources: ``sdp_utils.cpp`` of torch;
         Dao, "FlashAttention-2" (2023); Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory" (2021).
         """
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
+        dtype = self._casts_to()
+        if dtype is not None:
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         width = query.size(-1)
         half = query.dtype in (torch.float16, torch.bfloat16)

@@ -32,7 +32,7 @@ from .step_timeline import timeline_of
 from .step_trace import Kind, Note, StepTrace
 from .trace_for import trace_for
 
-__all__ = ["Candidate", "Estimate", "Replay", "Search", "search"]
+__all__ = ["Candidate", "Estimate", "Hardware", "Replay", "Search", "search", "search_step", "search_with"]
 
 OUTSIDE = 1 << 30
 """Bytes of a device that no tensor takes: the CUDA context, and what NCCL's communicators keep. An assumption."""
@@ -207,49 +207,126 @@ def search(
         ConfigError: an argument is out of range.
         TraceError: the step can't be traced.
     """
-    for name, value in (("memory", memory), ("ranks", ranks), ("ranks_per_node", ranks_per_node), ("batch", batch)):
-        if value is not None:
-            check_int(name, value, 1)
-    if not 0 <= margin < 1:
-        raise ConfigError(f"margin must be at least 0 and less than 1, not {margin!r}.")
-    on_cpu = on == "cpu"
-    found = _Searching(
-        model,
-        sample_step,
-        ranks,
-        ranks if ranks_per_node is None else min(ranks_per_node, ranks),
-        batch,
-        ShardConfig() if config is None else config,
-        list(optimizers),
-        DEVICES["cpu" if on_cpu else "h100"] if device is None else device,
-        on,
-        LINKS["gloo-local" if on_cpu else "nvlink4"] if intra is None else intra,
-        LINKS["gloo-local" if on_cpu else "ib-ndr400"] if inter is None else inter,
-    )
-    return found.search(int(memory * (1 - margin)) - (0 if on_cpu else OUTSIDE))
+    hardware = Hardware.of(memory, ranks, ranks_per_node, device=device, on=on, intra=intra, inter=inter, margin=margin)
+    return search_step(model, sample_step, hardware, batch=batch, config=config, optimizers=optimizers)
 
 
-@dataclasses.dataclass
-class _Searching:
-    model: nn.Module
-    step: Callable[..., object]
+def search_step(
+    model: nn.Module,
+    sample_step: Callable[..., object],
+    hardware: Hardware,
+    *,
+    batch: int | None = None,
+    config: ShardConfig | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+) -> Search:
+    """Find settings as :func:`search` does."""
+    held = list(optimizers)
+    if batch is not None:
+        check_int("batch", batch, 1)
+
+    def trace(plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointed: list[nn.Module]) -> StepTrace:
+        args = () if micro_batch is None else (micro_batch,)
+        return trace_for(
+            model,
+            lambda model: sample_step(model, *args),
+            plan,
+            config,
+            device=hardware.on,
+            optimizers=held,
+            checkpointed=checkpointed,
+        )
+
+    return search_with(trace, model, ShardConfig() if config is None else config, hardware, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a step is to fit: the ranks, their devices, and the links between them.
+
+    Attributes:
+        budget: the bytes of one device that a step may take.
+        ranks, ranks_per_node: the number of ranks, and of those of a node.
+        device: the figures of the device.
+        on: its type.
+        intra, inter: the links within a node and between nodes.
+    """
+
+    budget: int
     ranks: int
     ranks_per_node: int
-    batch: int | None
-    base: ShardConfig
-    optimizers: list[torch.optim.Optimizer]
     device: Device
     on: Literal["cpu", "cuda"]
     intra: Link
     inter: Link
 
-    def search(self, budget: int) -> Search:
+    @staticmethod
+    def of(
+        memory: int,
+        ranks: int,
+        ranks_per_node: int | None = None,
+        *,
+        device: Device | None = None,
+        on: Literal["cpu", "cuda"] = "cuda",
+        intra: Link | None = None,
+        inter: Link | None = None,
+        margin: float = 0.05,
+    ) -> Hardware:
+        """Return what the arguments of :func:`search` say. Raises ConfigError."""
+        for name, value in (("memory", memory), ("ranks", ranks), ("ranks_per_node", ranks_per_node)):
+            if value is not None:
+                check_int(name, value, 1)
+        if not 0 <= margin < 1:
+            raise ConfigError(f"margin must be at least 0 and less than 1, not {margin!r}.")
+        on_cpu = on == "cpu"
+        return Hardware(
+            int(memory * (1 - margin)) - (0 if on_cpu else OUTSIDE),
+            ranks,
+            ranks if ranks_per_node is None else min(ranks_per_node, ranks),
+            DEVICES["cpu" if on_cpu else "h100"] if device is None else device,
+            on,
+            LINKS["gloo-local" if on_cpu else "nvlink4"] if intra is None else intra,
+            LINKS["gloo-local" if on_cpu else "ib-ndr400"] if inter is None else inter,
+        )
+
+
+Trace = Callable[[Plan, ShardConfig, int | None, list[nn.Module]], StepTrace]
+"""Traces one micro-batch: of so many samples, with settings and their plan, where the modules in the list recompute."""
+
+
+def search_with(
+    trace: Trace,
+    model: nn.Module,
+    config: ShardConfig,
+    hardware: Hardware,
+    batch: int | None = None,
+    recomputes: bool = False,
+) -> Search:
+    """Find settings as :func:`search` does, with another way to trace a step. `recomputes`: layers of the model do so already."""
+    try:
+        layers = [] if recomputes else repeated_layers("checkpointing", model, config.units)
+    except ConfigError:  # there are none
+        layers = []
+    return _Searching(trace, model, config, hardware, batch, layers, recomputes).search()
+
+
+@dataclasses.dataclass
+class _Searching:
+    trace: Trace
+    model: nn.Module
+    base: ShardConfig
+    hardware: Hardware
+    batch: int | None
+    layers: list[nn.Module]  # those that can be made to recompute
+    recomputes: bool
+
+    def search(self) -> Search:
         estimates: list[Estimate] = []
         notes: dict[Note, None] = {}
         best: tuple[Plan, StepTrace] | None = None
         for ways in self._levels():
             for micro_batch, checkpointing in ways:
-                for estimate, plan, step in self._estimates(micro_batch, checkpointing, budget, notes):
+                for estimate, plan, step in self._estimates(micro_batch, checkpointing, notes):
                     estimates.append(estimate)
                     if min(estimates, key=_rank) is estimate:
                         best = plan, step
@@ -259,67 +336,58 @@ class _Searching:
         assert best is not None  # there is always a strategy to try
         clock: list[float] = []
         replay = Replay(*best, self._timeline(best[1], clock), clock)
-        states = make_plan(self.model, dataclasses.replace(self.base, strategy="full_shard"), self.ranks).predicted
-        return Search(tuple(estimates), budget, states.total, tuple(notes), replay)
+        sharded = dataclasses.replace(self.base, strategy="full_shard", shard_size=None)
+        states = make_plan(self.model, sharded, self.hardware.ranks).predicted
+        return Search(tuple(estimates), self.hardware.budget, states.total, tuple(notes), replay)
 
     def _levels(self) -> Iterator[list[tuple[int | None, bool]]]:
         """Yield ways to compute activations, the fastest first: micro-batches, and whether layers recompute."""
-        if self.batch is None:
-            yield [(None, False)]
-            yield [(None, True)]
-            return
-        sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
-        yield [(sizes[0], False)]
+        sizes: list[int | None] = [None]
+        if self.batch is not None:
+            sizes = [n for n in range(self.batch, 0, -1) if self.batch % n == 0]
+        yield [(sizes[0], self.recomputes)]
         for larger, smaller in zip(sizes, sizes[1:], strict=False):
-            yield [(larger, True), (smaller, False)]
-        yield [(sizes[-1], True)]
+            yield [*([(larger, True)] if self.layers else []), (smaller, self.recomputes)]
+        if self.layers:
+            yield [(sizes[-1], True)]
 
     def _estimates(
-        self, micro_batch: int | None, checkpointing: bool, budget: int, notes: dict[Note, None]
+        self, micro_batch: int | None, checkpointing: bool, notes: dict[Note, None]
     ) -> Iterator[tuple[Estimate, Plan, StepTrace]]:
         """Yield the estimates of all strategies for one way to compute activations, each with the plan and the step."""
         accumulation = 1 if micro_batch is None or self.batch is None else self.batch // micro_batch
+        ranks, on_cpu = self.hardware.ranks, self.hardware.on == "cpu"
         trace: StepTrace | None = None
         for strategy, prefetch, shard_size, offload in self._strategies():
             candidate = Candidate(strategy, prefetch, shard_size, offload, checkpointing, micro_batch, accumulation)
             config = candidate.config(self.base)
-            plan = make_plan(self.model, config, self.ranks if shard_size is None else shard_size)
+            plan = make_plan(self.model, config, ranks if shard_size is None else shard_size)
             if trace is None:  # it depends on nothing in which the strategies differ
-                trace = self._trace(plan, config, micro_batch, checkpointing)
+                trace = self.trace(plan, config, micro_batch, self.layers if checkpointing else [])
                 notes.update(dict.fromkeys(trace.notes))
-            step = sharded_step(trace, plan, config, data_parallel=self.ranks, accumulates=accumulation > 1)
+            step = sharded_step(trace, plan, config, data_parallel=ranks, accumulates=accumulation > 1)
             peak = step.peak()
-            nbytes = peak.total if self.on == "cpu" else reserved_by(step, CachingAllocator()).peak_reserved
+            nbytes = peak.total if on_cpu else reserved_by(step, CachingAllocator()).peak_reserved
             host_nbytes = step.peak("cpu").total if offload is not None else 0
             seconds = self._seconds(step, accumulation)
-            yield Estimate(candidate, nbytes, host_nbytes, seconds, max(0, nbytes - budget), peak.kinds), plan, step
-
-    def _trace(self, plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointing: bool) -> StepTrace:
-        args = () if micro_batch is None else (micro_batch,)
-        return trace_for(
-            self.model,
-            lambda model: self.step(model, *args),
-            plan,
-            config,
-            device=self.on,
-            optimizers=self.optimizers,
-            checkpointed=repeated_layers("checkpointing", self.model, config.units) if checkpointing else (),
-        )
+            lacks = max(0, nbytes - self.hardware.budget)
+            yield Estimate(candidate, nbytes, host_nbytes, seconds, lacks, peak.kinds), plan, step
 
     def _strategies(self) -> Iterator[tuple[str, int, int | None, str | None]]:
         """Yield strategy, prefetch, size of shard groups, and offload."""
-        offloads = (None, "cpu") if self.on != "cpu" else (None,)
+        ranks, per_node = self.hardware.ranks, self.hardware.ranks_per_node
+        offloads = (None, "cpu") if self.hardware.on != "cpu" else (None,)
         for offload in offloads:
             yield "no_shard", 1, None, offload
-            if self.ranks > 1:
+            if ranks > 1:
                 yield "shard_optim", 1, None, offload
                 yield "shard_grad_op", 1, None, offload
-            if self.ranks > 1 or offload is not None:  # one rank alone then has few units on the device at a time
+            if ranks > 1 or offload is not None:  # one rank alone then has few units on the device at a time
                 yield "full_shard", 1, None, offload
                 yield "full_shard", 2, None, offload
-        if 1 < self.ranks_per_node < self.ranks and self.ranks % self.ranks_per_node == 0:
-            yield "hybrid_shard", 1, self.ranks_per_node, None
-            yield "hybrid_shard_zero2", 1, self.ranks_per_node, None
+        if 1 < per_node < ranks and ranks % per_node == 0:
+            yield "hybrid_shard", 1, per_node, None
+            yield "hybrid_shard_zero2", 1, per_node, None
 
     def _seconds(self, step: StepTrace, accumulation: int) -> float:
         whole = self._timeline(step).total
@@ -329,7 +397,8 @@ class _Searching:
         return whole + (accumulation - 1) * self._timeline(StepTrace(step.device, events)).total
 
     def _timeline(self, step: StepTrace, clock: list[float] | None = None) -> Timeline:
-        return timeline_of(step, self.device, self.ranks_per_node, self.intra, self.inter, clock=clock)
+        on = self.hardware
+        return timeline_of(step, on.device, on.ranks_per_node, on.intra, on.inter, clock=clock)
 
 
 def _rank(estimate: Estimate) -> tuple[float, ...]:

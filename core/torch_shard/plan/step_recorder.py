@@ -72,11 +72,14 @@ _ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above thi
 class Recorder(TorchDispatchMode):
     """Sees every operator, and writes events down."""
 
-    def __init__(self, model: nn.Module, fakes: FakeModel, mode: FakeTensorMode, device: str):
+    def __init__(
+        self, model: nn.Module, fakes: FakeModel, mode: FakeTensorMode, device: str, all_on_device: bool = False
+    ):
         super().__init__()
         self._fakes = fakes
         self._fake_mode = mode
         self._device = device
+        self._all_on_device = all_on_device
         self._events: list[Event | Storage] = []  # an allocation's kind is known at the end only
         self._notes: list[Note] = []
         self._storages: dict[int, Storage] = {}  # those that are alive, by address
@@ -276,6 +279,11 @@ class Recorder(TorchDispatchMode):
         self._events.append(GradientAccumulated(name, self._arrived.pop(name, record.number), record.number))
         self._extend_backward()
 
+    @property
+    def in_step(self) -> bool:
+        """True inside an optimizer's step, but for its closure."""
+        return self._stepping > 0
+
     def gradients_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
         """Write down that ``zero_grad()`` is about to set the gradients of `parameters` to None."""
         names = {id(fake): name for name, fake in self._fakes.parameters.items()}
@@ -284,7 +292,7 @@ class Recorder(TorchDispatchMode):
         if found:
             self._events.append(GradientsCleared(found))
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for group in optimizer.param_groups:
             if any(self._fakes.known(parameter) for parameter in group["params"]):
                 raise TraceError(
@@ -292,6 +300,21 @@ class Recorder(TorchDispatchMode):
                     "holds the model's own parameters: name it in trace_step(optimizers=...)."
                 )
         self._stepping += 1
+        return tuple(map(self._outside_step, args)), {name: self._outside_step(v) for name, v in kwargs.items()}
+
+    def _outside_step(self, value: Any) -> Any:
+        """Return what an optimizer's step is called with; a closure, which computes the loss, doesn't count to the step."""
+        if not callable(value):
+            return value
+
+        def closure() -> Any:
+            stepping, self._stepping = self._stepping, 0
+            try:
+                return value()
+            finally:
+                self._stepping = stepping
+
+        return closure
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         names = {id(fake): name for name, fake in self._fakes.parameters.items()}
@@ -332,7 +355,7 @@ class Recorder(TorchDispatchMode):
         if any(record.device != "cpu" for record in inputs):
             return self._device
         inside = bool(self._stack) or segment.phase == "backward"
-        return self._device if inside and asked is not None else "cpu"
+        return self._device if inside and (asked is not None or self._all_on_device) else "cpu"
 
     def _record(self, tensor: torch.Tensor, place: str | None = None) -> Storage:
         """Return what is known of a tensor's storage; a new one, or a new size, is written down."""
@@ -372,8 +395,9 @@ class Recorder(TorchDispatchMode):
             )
         known = self._inputs.get(id(value))
         if known is None:
-            place = self._device if value.is_meta else value.device.type
-            if place == "cpu" and not value.is_meta:
+            trained_elsewhere = self._all_on_device and isinstance(value, nn.Parameter)
+            place = self._device if value.is_meta or trained_elsewhere else value.device.type
+            if value.device.type == "cpu":
                 fake = self._fake_mode.from_tensor(value)
             else:
                 shadow = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
@@ -401,7 +425,8 @@ class Recorder(TorchDispatchMode):
                 raise TraceError(
                     f"a tensor is put on {asked} at {line_of(sys._getframe(1))}: the trace is for {self._device}."
                 )
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if asked is not None and asked.type != "meta":
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # without a number, which a fake would keep
         try:
             output = self._run(func, args, kwargs)
         except DataDependent:
@@ -455,6 +480,10 @@ class Recorder(TorchDispatchMode):
                     self._events.append(FirstUse(record.name, segment.phase))
         writes = [*fresh, *(t for t in taken if id(t) in changed)]
         place = self._place(asked, inputs, segment)
+        if self._all_on_device and place == self._device:
+            for tensor in taken:
+                if tensor.dim():  # where there is a device, others than numbers must be on it, too
+                    self._record(tensor).device = place
         outputs = {self._record(t, place): None for t in writes}
         if func is _aten._to_copy.default and len(inputs) == len(outputs) == 1:
             (source,), (copy,) = inputs, outputs
@@ -491,7 +520,7 @@ class Recorder(TorchDispatchMode):
             value = 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
-            if frame.f_code.co_filename.endswith("grad_scaler.py"):
+            if frame.f_code.co_filename.endswith(("grad_scaler.py", "clip_grad.py")):
                 value = 0.0  # no gradient is infinite, so that the optimizer steps
             frame = frame.f_back
         self._notes.append(Note(str(func), line_of(sys._getframe(2)), value))

@@ -19,7 +19,7 @@ from .plan import Plan
 from .step_trace import StepTrace
 from .trace_step import trace_step
 
-__all__ = ["trace_for"]
+__all__ = ["computing_as", "trace_for"]
 
 
 def trace_for(
@@ -46,9 +46,17 @@ def trace_for(
     Raises:
         TraceError: as of ``trace_step``.
     """
-    dtypes = {p.name: p.dtypes.compute for p in plan.params if p.dtypes.casts}
-    with _casting(model, plan, config), _recomputed(checkpointed):
+    with computing_as(model, plan, config, checkpointed) as dtypes:
         return trace_step(model, step, device=device, optimizers=optimizers, dtypes=dtypes)
+
+
+@contextmanager
+def computing_as(
+    model: nn.Module, plan: Plan, config: ShardConfig, checkpointed: Iterable[nn.Module] = ()
+) -> Iterator[dict[str, torch.dtype]]:
+    """Have a plain model compute as under the settings of an engine, and yield the dtypes of parameters that are cast."""
+    with _casting(model, plan, config), _recomputed(checkpointed):
+        yield {p.name: p.dtypes.compute for p in plan.params if p.dtypes.casts}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from .step_recorder import Recorder
 from .step_trace import StepTrace
 from .user_lines import Failure, line_of
 
-__all__ = ["trace_step"]
+__all__ = ["explained", "trace_step", "tracing"]
 
 
 def trace_step(
@@ -57,34 +57,54 @@ def trace_step(
     :mod:`torch_shard.plan.cuda_stand_in`. The main thread alone is traced. Operators of ``create_graph=True`` backwards count
     as recomputation.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    fakes = FakeModel(model, optimizers, mode, device, dtypes or {})
     random_state = torch.get_rng_state()
-    recorder = Recorder(model, fakes, mode, device)
     try:
-        with ExitStack() as stack:
-            stack.callback(fakes.restore)
-            fakes.install()
-            stack.enter_context(_foreach_on_fakes())
-            stack.enter_context(_eager_in_libraries())
-            stack.enter_context(recorder.hooks())
-            stack.enter_context(_zero_grad_noted(recorder))
-            stack.enter_context(mode)
-            stack.enter_context(recorder)
-            if device == "cuda":
-                stack.enter_context(CudaStandIn(recorder).entered())
-            recorder.begin()
-            step(model)
-            return recorder.finish()  # before what the model and its optimizers hold is given back
-    except TraceError:
-        raise
-    except Exception as error:
-        raise _explained(error, recorder.failure) from error
+        with tracing(model, device=device, optimizers=optimizers, dtypes=dtypes) as recorder:
+            try:
+                step(model)
+                return recorder.finish()  # before what the model and its optimizers hold is given back
+            except TraceError:
+                raise
+            except Exception as error:
+                raise explained(error, recorder.failure) from error
     finally:
         torch.set_rng_state(random_state)
 
 
-def _explained(error: Exception, failure: Failure | None) -> TraceError:
+@contextmanager
+def tracing(
+    model: nn.Module,
+    *,
+    device: Literal["cpu", "cuda"],
+    optimizers: Iterable[torch.optim.Optimizer],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    all_on_device: bool = False,
+) -> Iterator[Recorder]:
+    """Record what runs inside, as :func:`trace_step` does.
+
+    With `all_on_device` the program believes that it runs on the CPU. What it computes with the model is then on the device, and
+    with that what it computes it from; the rest, such as a dataset, is not.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    fakes = FakeModel(model, optimizers, mode, device, dtypes or {})
+    recorder = Recorder(model, fakes, mode, device, all_on_device)
+    with ExitStack() as stack:
+        stack.callback(fakes.restore)
+        fakes.install()
+        stack.enter_context(_foreach_on_fakes())
+        stack.enter_context(_eager_in_libraries())
+        stack.enter_context(_deep_copies_of_fakes())
+        stack.enter_context(recorder.hooks())
+        stack.enter_context(_zero_grad_noted(recorder))
+        stack.enter_context(mode)
+        stack.enter_context(recorder)
+        if device == "cuda":
+            stack.enter_context(CudaStandIn(recorder, all_on_device).entered())
+        recorder.begin()
+        yield recorder
+
+
+def explained(error: BaseException, failure: Failure | None) -> TraceError:
     """Return the error to raise for one that came out of the step."""
     if failure is not None and failure.error is error:
         if isinstance(error, DynamicOutputShapeException):
@@ -157,3 +177,21 @@ def _foreach_on_fakes() -> Iterator[None]:
     finally:
         for types in lists:
             types.remove(FakeTensor)
+
+
+@contextmanager
+def _deep_copies_of_fakes() -> Iterator[None]:
+    """Let fakes of constants be copied deeply: torch would set the copy's storage, which is none of the CPU's."""
+
+    def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            copied = nn.Parameter(copied, False) if getattr(self, "_is_param", False) else copied
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    FakeTensor.__deepcopy__ = deepcopy  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__

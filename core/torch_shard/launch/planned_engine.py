@@ -1,0 +1,96 @@
+"""The engine of a model that is planned and not sharded: its parameters stay full, and what it does is what plain torch does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.shard_config import ShardConfig
+from ..engine import Engine
+from ..errors import UnavailableError
+from ..plan.planner import make_plan
+from ..runtime import registry
+from ..setup import build
+
+__all__ = ["PlannedEngine"]
+
+
+class PlannedEngine(Engine):
+    """What a script has as its engine in ``torch-shard plan``. The model is a plain one; one rank is all there is.
+
+    What the ranks do together it does through a runtime of its own, for one rank alone and for no unit of the model.
+
+    Args:
+        model, config: those of ``shard()``.
+        ranks: how many ranks are planned for.
+        alone: a process group of this rank alone, or None without ``torch.distributed``.
+
+    Raises:
+        UnavailableError: by methods that save, load or measure, which a script has no use for before its first step.
+    """
+
+    def __init__(self, model: nn.Module, config: ShardConfig, ranks: int, alone: Any) -> None:
+        self._stands_in = nn.Linear(1, 1)  # the runtime needs a model
+        runtime, _ = build.build(self._stands_in, ShardConfig(strategy="no_shard"), alone)
+        super().__init__(model, runtime, make_plan(model, config, ranks), config)
+        registry.note(model, self)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        parameters: Iterable[torch.Tensor] | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip gradients by their norm, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        chosen = self.model.parameters() if parameters is None else parameters
+        return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Clip gradients by their values, as ``torch.nn.utils.clip_grad_value_`` does."""
+        nn.utils.clip_grad_value_(self.model.parameters() if parameters is None else parameters, clip_value)
+
+    def attach(self, optimizer: Any) -> None:
+        """Do nothing: the optimizer steps the parameters that it has."""
+
+    @contextlib.contextmanager
+    def gathered(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Do nothing: parameters are full."""
+        yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        """Apply `fn` to the modules, as ``nn.Module.apply`` does."""
+        self.model.apply(fn)
+
+    def state_dict(self, **_: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's own."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load the model's own."""
+        return self.model.load_state_dict(state_dict, strict)
+
+    def close(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Forget the engine; the model is a plain one."""
+        registry.forget(self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        return self
+
+
+def _unavailable(name: str) -> Callable[..., Any]:
+    def method(self: PlannedEngine, *args: Any, **kwargs: Any) -> Any:
+        raise UnavailableError(f"engine.{name}() can't be used in torch-shard plan before the first step is over.")
+
+    return method
+
+
+for _name in (
+    "grad_norms", "load", "load_optim_state_dict", "memory_summary", "optim_state_dict", "register_comm_hook", "save",
+    "save_full", "statistics", "step_in_backward",
+):  # fmt: skip
+    setattr(PlannedEngine, _name, _unavailable(_name))

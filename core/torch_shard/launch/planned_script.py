@@ -1,0 +1,173 @@
+"""Runs a script to find out what its first step takes, instead of training: ``torch-shard plan train.py``.
+
+The script runs in a branch of the process, on the CPU, up to the place where it shards a model. There its step is traced in
+further branches, see :mod:`torch_shard.plan.script_step`, and settings are searched. It never gets further. It believes to be
+rank 0 of as many as are planned for: in torch's process group "fake" collectives return at once, since nobody else is there.
+
+DistributedDataParallel and FSDP count as sharding, as under the runners. Front ends of frameworks say in an entry point of the
+group ``torch_shard.planned_scripts`` what makes their scripts shard: a function without arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  makes the backend known
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from .. import engine
+from ..activation_checkpointing import has_checkpointed_layers
+from ..config.shard_config import ShardConfig
+from ..engine import Engine
+from ..errors import ShardError, TraceError
+from ..frontend.launch import run_script
+from ..plan.plan import Plan
+from ..plan.script_step import ScriptStep, real_tensors, trace_script
+from ..plan.settings_search import Hardware, Search, search_with
+from ..plan.step_trace import StepTrace
+from ..plan.user_lines import line_of
+from ..utils.branch import Branch, branch
+from .planned_engine import PlannedEngine
+from .replace import replace_ddp, replace_fsdp
+from .settings import Overrides
+
+__all__ = ["plan_script"]
+
+_FRONT_ENDS = "torch_shard.planned_scripts"
+# What tells a program that it is one of several ranks, of which there are none here.
+_OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_", "ACCELERATE_", "LT_")
+_RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def plan_script(name: str, arguments: Sequence[str], hardware: Hardware) -> Search:
+    """Run a script until its first step is traced, and find settings for it. Not collective.
+
+    Nothing that the script does remains but what it has written to files by then. What it prints goes to standard error.
+
+    Args:
+        name: the path of the script.
+        arguments: the script's own.
+        hardware: what the step is to fit.
+
+    Raises:
+        TraceError: the script fails before its first step is over, or on fake tensors; or it shards no model.
+        ConfigError, SetupError: its settings are wrong.
+    """
+    there = branch()
+    if isinstance(there, Branch):
+        _Script(there, hardware).run(name, arguments)
+    found: Search = there
+    return found
+
+
+class _Script:
+    """The script that runs in this process."""
+
+    def __init__(self, told: Branch, hardware: Hardware):
+        self._told = told
+        self._hardware = hardware
+        self._step: ScriptStep | None = None  # the step that is traced, in a branch
+        self._planned: nn.Module | None = None
+
+    def run(self, name: str, arguments: Sequence[str]) -> NoReturn:
+        os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        for variable in list(os.environ):
+            if variable.startswith(_OF_LAUNCHERS):
+                del os.environ[variable]
+        ranks, of_node = self._hardware.ranks, self._hardware.ranks_per_node
+        os.environ.update(_RANK_0, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(of_node))
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+        error: BaseException | None = None
+        try:
+            with _fake_group(ranks):
+                run_script("torch-shard plan", name, arguments, False, self._prepare)
+        except BaseException as raised:
+            error = raised
+        if self._step is not None:
+            if error is None or isinstance(error, SystemExit):
+                self._step.script_ended()
+            self._step.failed(error)
+        if error is None or isinstance(error, SystemExit):
+            self._told.end(
+                TraceError(
+                    f"{name} has ended and sharded no model. What is planned is the first model that trains and that is given to "
+                    "torch_shard.shard, DistributedDataParallel, FSDP, a Trainer or Fabric of Lightning, an Accelerator, or the "
+                    "Trainer of transformers."
+                )
+            )
+        if isinstance(error, ShardError):
+            self._told.end(error)
+        traceback.print_exception(error)
+        self._told.end(
+            TraceError(
+                f"{name} fails before it shards a model, at {line_of(error.__traceback__)}: {type(error).__name__}: {error} (It "
+                "runs on the CPU here.)"
+            )
+        )
+
+    def _prepare(self) -> None:
+        replace_ddp(Overrides({}))
+        replace_fsdp(Overrides({"fsdp": True}))
+        for entry in importlib.metadata.entry_points(group=_FRONT_ENDS):
+            entry.load()()
+        engine.instead_of_sharding = self._shard
+
+    def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
+        """Do what ``torch_shard.shard`` is called for: search, and end; in a branch let the script go on."""
+        trains = any(p.requires_grad for p in model.parameters())
+        if trains and self._planned is not None:
+            raise TraceError(
+                f"the script shards a second model that trains, a {type(model).__name__}, after a "
+                f"{type(self._planned).__name__}: only steps of one model are planned."
+            )
+        with real_tensors():
+            alone = dist.new_group([0]) if dist.is_initialized() else None
+            planned = PlannedEngine(model, config, self._hardware.ranks, alone)
+        if not trains:
+            return planned  # a model for reference, say, whose tensors are inputs of the step
+        self._planned = model
+        try:
+            found = search_with(self._trace, model, config, self._hardware, recomputes=has_checkpointed_layers(model))
+        except _GoOn:
+            return planned
+        except ShardError as error:
+            self._told.end(error)
+        self._told.end(found)
+
+    def _trace(
+        self, plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointed: list[nn.Module]
+    ) -> StepTrace:
+        assert self._planned is not None
+        found = trace_script(self._planned, plan, config, device=self._hardware.on, checkpointed=checkpointed)
+        if isinstance(found, ScriptStep):
+            self._step = found
+            raise _GoOn
+        return found
+
+
+class _GoOn(BaseException):
+    """In a branch: the search is the other process's; here the script goes on."""
+
+
+@contextlib.contextmanager
+def _fake_group(ranks: int) -> Iterator[None]:
+    """Let scripts make their process group, whatever its backend, of rank 0 alone."""
+    init = dist.init_process_group
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        init("fake", rank=0, world_size=ranks, store=HashStore())
+
+    dist.init_process_group = fake
+    try:
+        yield
+    finally:
+        dist.init_process_group = init

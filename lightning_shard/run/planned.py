@@ -1,0 +1,28 @@
+"""What makes programs of Lightning shard in ``torch-shard plan``, which runs them on the CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+from ..registration.autoload import AfterImport
+from . import _private
+
+__all__ = ["prepare"]
+
+
+def prepare() -> None:
+    """Make programs that are run in this process from now on shard, and need no device. Not collective."""
+    from .takeover import take_over
+
+    take_over({}, [])
+    AfterImport(_private.ROOTS, _follow).install()
+    for name in _private.ROOTS:
+        if name in sys.modules:
+            _follow(sys.modules[name])
+
+
+def _follow(module: ModuleType) -> None:
+    ranks, of_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    _private.train_on_cpu(_private.ROOTS[module.__name__], of_node, ranks // of_node)
