@@ -77,7 +77,7 @@ class DistributedDataParallel(_TorchDDP):
         module = given["module"]
         nn.Module.__init__(self)  # not torch's own, which would allocate its buckets
         mesh, config = _request(module, given)
-        device = _device_of(given, module)
+        device = None if _overrides.on_host else _device_of(given, module)
         with _on(device):
             shard(module, mesh=mesh, **config)
         self.module = module

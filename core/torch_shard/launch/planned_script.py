@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  makes the backend known
@@ -35,6 +36,7 @@ from ..plan.settings_search import Hardware, Search, search_with
 from ..plan.step_trace import StepTrace
 from ..plan.user_lines import line_of
 from ..utils.branch import Branch, branch
+from .on_host import OnHost
 from .planned_engine import PlannedEngine
 from .replace import replace_ddp, replace_fsdp
 from .settings import Overrides
@@ -88,7 +90,7 @@ class _Script:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
         error: BaseException | None = None
         try:
-            with _fake_group(ranks):
+            with _fake_group(ranks), OnHost():
                 run_script("torch-shard plan", name, arguments, False, self._prepare)
         except BaseException as raised:
             error = raised
@@ -115,7 +117,7 @@ class _Script:
         )
 
     def _prepare(self) -> None:
-        replace_ddp(Overrides({}))
+        replace_ddp(Overrides({}, on_host=True))
         replace_fsdp(Overrides({"fsdp": True}))
         for entry in importlib.metadata.entry_points(group=_FRONT_ENDS):
             entry.load()()
@@ -166,8 +168,5 @@ def _fake_group(ranks: int) -> Iterator[None]:
     def fake(*args: Any, **kwargs: Any) -> None:
         init("fake", rank=0, world_size=ranks, store=HashStore())
 
-    dist.init_process_group = fake
-    try:
+    with patch.object(dist, "init_process_group", fake):
         yield
-    finally:
-        dist.init_process_group = init

@@ -28,13 +28,15 @@ class Overrides:
 
     Args:
         settings: values by field, of :data:`RUNNER_SETTINGS`.
+        on_host: models compute on the CPU, whatever device a script names.
 
     Raises:
         ConfigError: a value is not allowed.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], on_host: bool = False) -> None:
         config = dict(settings)
+        self.on_host = on_host
         self.defer_gradient_sync: bool = config.pop("defer_gradient_sync", True)
         self.fsdp: bool = config.pop("fsdp", False)
         self._config = config

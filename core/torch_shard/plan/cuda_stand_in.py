@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.cuda.amp.common as amp_common
@@ -43,17 +44,6 @@ def _functions(names: Sequence[str]) -> set[Callable[..., Any]]:
     return {function for function in found if function is not None}
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have an attribute be another one for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 class Places(Protocol):
     """Who knows on which device a tensor is meant to be."""
 
@@ -84,13 +74,13 @@ class CudaStandIn(TorchFunctionMode):
         """Enter it, and replace what torch says of this machine's device, too."""
         kernels = ("cpu", *_get_foreach_kernels_supported_devices())
         with (
-            _replaced(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: list(kernels)),
-            _replaced(amp_common, "amp_definitely_not_available", lambda: False),
-            _replaced(_cuda, "is_bf16_supported", lambda *_: True),
+            patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: list(kernels)),
+            patch.object(amp_common, "amp_definitely_not_available", lambda: False),
+            patch.object(_cuda, "is_bf16_supported", lambda *_: True),
             # Of which device a checkpoint restores autocast where it sees tensors of the CPU alone.
-            _replaced(DefaultDeviceType, "_default_device_type", "cuda"),
+            patch.object(DefaultDeviceType, "_default_device_type", "cuda"),
             # F.multi_head_attention_forward calls it where this mode doesn't see it.
-            _replaced(F, "scaled_dot_product_attention", self._attend),
+            patch.object(F, "scaled_dot_product_attention", self._attend),
             self,
         ):
             hooks = (
@@ -175,10 +165,10 @@ class CudaStandIn(TorchFunctionMode):
     ) -> Tensor:
         """Do what ``tensor.to`` does, which sees no difference between the devices here."""
         dtype = tensor.dtype if dtype is None else dtype
-        now = self._places.place_of(tensor)
         if self._all_on_device and place is not None:
-            place = "cuda"  # where this program's tensors would go
-        if place in (None, now):
+            # A batch that is a part of a dataset, say, of which nothing else goes to the device.
+            return tensor.to(dtype, copy=copy or tensor._is_view(), memory_format=layout)
+        if place in (None, self._places.place_of(tensor)):
             return tensor.to(dtype, copy=copy, memory_format=layout)
         with self._places.placing(str(place)):
             moved: Tensor = _aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)

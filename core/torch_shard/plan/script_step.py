@@ -79,6 +79,7 @@ class ScriptStep:
         self._model = model
         self._parts = {id(module) for module in model.modules()}
         self._waiting: set[int] | None = None  # the optimizers that are yet to step, from the first step on
+        self._begun = False  # the first forward that trains
         self._open = ExitStack()
         # Before the recorder's own, which must not see the forward that ends the step.
         register_module_forward_pre_hook(self._forward_begins)
@@ -124,10 +125,13 @@ class ScriptStep:
         self._waiting.discard(id(optimizer))
 
     def _forward_begins(self, module: nn.Module, args: object) -> None:
-        if not self._is_over or id(module) not in self._parts:
+        if id(module) not in self._parts or self._recorder.in_step or torch._C._current_graph_task_id() != -1:
             return
-        if not self._recorder.in_step and torch._C._current_graph_task_id() == -1:
+        if self._is_over:
             self._end()
+        if not self._begun and torch.is_grad_enabled():
+            self._begun = True
+            self._recorder.restart()  # without an evaluation that came before
 
 
 def optimizers_of(model: nn.Module) -> list[Optimizer]:

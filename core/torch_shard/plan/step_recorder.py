@@ -24,7 +24,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependent
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import TraceError
 from .fake_model import FakeModel
@@ -65,7 +65,7 @@ _DEVICE = torch.ops.prim.device.default
 # They take real tensors on purpose: FakeTensorMode remembers the values of small constants.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _FEW_ZEROS = 16 << 20  # bytes
-_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
 
 
@@ -115,6 +115,19 @@ class Recorder(TorchDispatchMode):
                     parameter.register_hook(arrives),
                     parameter.register_post_accumulate_grad_hook(accumulated),
                 ]
+        self._events.append(PhaseStart("between"))
+
+    def restart(self) -> None:
+        """Forget what has happened, outside of all modules; what is allocated now is there from the beginning."""
+        self._events.clear()
+        self._calls.clear()
+        self._marks = ([0], [-1])
+        self._segments = [Segment("between", False)]
+        self._forward_open = False
+        self._used.clear()
+        for record in self._storages.values():
+            record.born, record.segment = len(self._events), 0
+            self._events.append(record)
         self._events.append(PhaseStart("between"))
 
     @contextmanager
@@ -346,8 +359,8 @@ class Recorder(TorchDispatchMode):
 
         Inside the model the program takes the device from tensors, all of which say that they are on the CPU.
         """
-        if self._device == "cpu":
-            return "cpu"
+        if self._device == "cpu" or self._all_on_device:
+            return self._device
         if self._placing is not None:
             return self._placing
         if asked is not None and asked.type != "cpu":
@@ -355,7 +368,7 @@ class Recorder(TorchDispatchMode):
         if any(record.device != "cpu" for record in inputs):
             return self._device
         inside = bool(self._stack) or segment.phase == "backward"
-        return self._device if inside and (asked is not None or self._all_on_device) else "cpu"
+        return self._device if inside and asked is not None else "cpu"
 
     def _record(self, tensor: torch.Tensor, place: str | None = None) -> Storage:
         """Return what is known of a tensor's storage; a new one, or a new size, is written down."""
@@ -395,8 +408,7 @@ class Recorder(TorchDispatchMode):
             )
         known = self._inputs.get(id(value))
         if known is None:
-            trained_elsewhere = self._all_on_device and isinstance(value, nn.Parameter)
-            place = self._device if value.is_meta or trained_elsewhere else value.device.type
+            place = self._device if value.is_meta or self._all_on_device else value.device.type
             if value.device.type == "cpu":
                 fake = self._fake_mode.from_tensor(value)
             else:
@@ -415,16 +427,22 @@ class Recorder(TorchDispatchMode):
         kwargs = {} if kwargs is None else kwargs
         if func is _DEVICE:
             return args[0].fake_device  # asked by autograd, all the time
+        if self._all_on_device and self._is_of_host((args, kwargs)):
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         segment = self._segment()
         if func not in _LIFTS and not all(isinstance(t, FakeTensor) for t in tensors_in((args, kwargs))):
             args = self._adopted(args)
             kwargs = {key: self._adopted(value) for key, value in kwargs.items()}
         asked = kwargs.get("device")
-        if asked is not None and asked.type not in ("cpu", "meta"):
-            if asked.type != self._device:  # which autograd could end the process for
-                raise TraceError(
-                    f"a tensor is put on {asked} at {line_of(sys._getframe(1))}: the trace is for {self._device}."
-                )
+        if asked is not None and asked.type not in (
+            "cpu",
+            "meta",
+            self._device,
+        ):  # which autograd could end the process for
+            raise TraceError(
+                f"a tensor is put on {asked} at {line_of(sys._getframe(1))}: the trace is for {self._device}."
+            )
         if asked is not None and asked.type != "meta":
             kwargs = {**kwargs, "device": torch.device("cpu")}  # without a number, which a fake would keep
         try:
@@ -438,6 +456,12 @@ class Recorder(TorchDispatchMode):
             size_hidden_results(func, args, output)
         self._written(func, args, kwargs, output, segment, asked)
         return output
+
+    def _is_of_host(self, taken: Any) -> bool:
+        """Return True for an operator of a script that is not the model's business, so that it can have true values."""
+        if self._stack or self._stepping or torch._C._current_graph_task_id() != -1:
+            return False
+        return not any(isinstance(t, (FakeTensor, nn.Parameter)) for t in tensors_in(taken))
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -480,10 +504,6 @@ class Recorder(TorchDispatchMode):
                     self._events.append(FirstUse(record.name, segment.phase))
         writes = [*fresh, *(t for t in taken if id(t) in changed)]
         place = self._place(asked, inputs, segment)
-        if self._all_on_device and place == self._device:
-            for tensor in taken:
-                if tensor.dim():  # where there is a device, others than numbers must be on it, too
-                    self._record(tensor).device = place
         outputs = {self._record(t, place): None for t in writes}
         if func is _aten._to_copy.default and len(inputs) == len(outputs) == 1:
             (source,), (copy,) = inputs, outputs

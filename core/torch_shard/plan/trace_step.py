@@ -82,8 +82,8 @@ def tracing(
 ) -> Iterator[Recorder]:
     """Record what runs inside, as :func:`trace_step` does.
 
-    With `all_on_device` the program believes that it runs on the CPU. What it computes with the model is then on the device, and
-    with that what it computes it from; the rest, such as a dataset, is not.
+    With `all_on_device` the program believes that it runs on the CPU. What it computes with parameters, of any model, is then on the
+    device, and so is what it computes that from. The rest, such as the sampling of batches, has true values, and is not recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     fakes = FakeModel(model, optimizers, mode, device, dtypes or {})
@@ -93,7 +93,7 @@ def tracing(
         fakes.install()
         stack.enter_context(_foreach_on_fakes())
         stack.enter_context(_eager_in_libraries())
-        stack.enter_context(_deep_copies_of_fakes())
+        stack.enter_context(_fakes_as_tensors())
         stack.enter_context(recorder.hooks())
         stack.enter_context(_zero_grad_noted(recorder))
         stack.enter_context(mode)
@@ -180,8 +180,8 @@ def _foreach_on_fakes() -> Iterator[None]:
 
 
 @contextmanager
-def _deep_copies_of_fakes() -> Iterator[None]:
-    """Let fakes of constants be copied deeply: torch would set the copy's storage, which is none of the CPU's."""
+def _fakes_as_tensors() -> Iterator[None]:
+    """Let fakes be copied and printed where torch does for tensors of its own class alone."""
 
     def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -190,8 +190,12 @@ def _deep_copies_of_fakes() -> Iterator[None]:
             memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
+    def formatted(self: FakeTensor, form: str) -> str:
+        return format(self.item(), form) if self.dim() == 0 else object.__format__(self, form)
+
     FakeTensor.__deepcopy__ = deepcopy  # type: ignore[assignment, method-assign]
+    FakeTensor.__format__ = formatted  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        del FakeTensor.__deepcopy__
+        del FakeTensor.__deepcopy__, FakeTensor.__format__

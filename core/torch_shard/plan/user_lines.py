@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["Failure", "line_of"]
 
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -24,7 +24,7 @@ class Failure:
 
 
 def line_of(where: FrameType | TracebackType | None) -> str:
-    """Return the innermost line that belongs neither to torch nor to the tracer, as ``path:line in function``."""
+    """Return the innermost line that belongs neither to torch nor to this package, as ``path:line in function``."""
     found = "an unknown line"
     while where is not None:
         frame = where.tb_frame if isinstance(where, TracebackType) else where
