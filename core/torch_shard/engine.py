@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .activation_checkpointing import checkpointed_layers, keep_activations
 from .close import close_units
 from .comm.traffic_statistics import Statistics
 from .config.shard_config import ShardConfig
@@ -25,6 +26,7 @@ from .runtime import backward_inputs, comm_hook_registration, registry, statisti
 from .runtime.forward_hooks import unregister
 from .runtime.runtime import Runtime
 from .setup import build
+from .setup.auto_settings import choose_settings
 from .state import model_state, optimizer_state
 from .unit.unit import Unit
 from .unshard import gathered as _gathered
@@ -48,6 +50,7 @@ class Engine:
 
     _pending: PendingSave | None = None  # the last asynchronous save
     _staging: SnapshotMemory | None = None  # the host memory that such saves copy to
+    _recomputes = False  # strategy="auto" has made layers recompute
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)
@@ -629,6 +632,8 @@ class Engine:
             each(self._runtime, "engine.close", self.finish_saving)
         units = list(self.units)
         close_units(self._runtime, optimizers, self.model)
+        if self._recomputes:
+            keep_activations(self.model)
         self._let_go(units)  # last: a close that is refused must leave the hooks
         self._runtime.collectives.drop_spares()
         self._staging = None
@@ -693,6 +698,7 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         UnavailableError: no ``torch.distributed``, or no process group in a launched program.
         SetupError: a parameter that can't be sharded, ranks with different models, or a failure on another rank, which it names.
         CheckpointError: this rank can't read the files of :func:`from_files`.
+        BudgetError, TraceError: ``strategy="auto"`` finds nothing that fits, or can't plan this script.
         Exception: what ``ShardConfig.init_fn`` or ``reset_parameters`` has raised on this rank, or torch, for want of memory.
     """
     if config is None:
@@ -708,8 +714,13 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         config = dataclasses.replace(config, **overrides)
     if instead_of_sharding is not None:
         return instead_of_sharding(model, config)
-    runtime, plan = build.build(model, config, mesh)
+    recompute = False
+    if config.strategy == "auto":
+        config, recompute = choose_settings(model, config, mesh)
+    with checkpointed_layers(model, recompute, config.units):
+        runtime, plan = build.build(model, config, mesh)
     engine = Engine(model, runtime, plan, config)
+    engine._recomputes = recompute
     registry.note(model, engine)
     return engine
 

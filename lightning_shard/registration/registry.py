@@ -35,6 +35,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
         "As 'shard_zero2' over the ranks of each node, with a replica on each node",
         {"strategy": "hybrid_shard_zero2"},
     ),
+    "shard_auto": ("The fastest of these that fits in memory, found out before training", {"strategy": "auto"}),
     "shard_offload": (
         "As 'shard', with parameters, gradients and optimizer state in the memory of the host",
         {"offload": "cpu"},

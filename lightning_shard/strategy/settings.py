@@ -194,7 +194,13 @@ def _with_overrides(
 
 
 def same_config(a: ShardConfig, b: ShardConfig) -> bool:
-    """Return True if two configurations are equal, without comparing values of parameters in ``ignore``."""
+    """Return True if two configurations are equal, without comparing values of parameters in ``ignore``.
+
+    `b` may leave to ``"auto"`` what `a` has.
+    """
+    if b.strategy == "auto":
+        chosen = ("strategy", "memory", "prefetch", "shard_size", "offload")
+        b = dataclasses.replace(b, **{name: getattr(a, name) for name in chosen})
     return a is b or all(
         _same(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(ShardConfig)
     )

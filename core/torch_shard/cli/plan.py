@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.bytes_text import read_bytes
 from ..config.precision import for_autocast
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, UnavailableError
@@ -26,8 +26,6 @@ from .output import print_json
 
 __all__ = ["add_to"]
 
-_BYTES = re.compile(r"([\d.]+) *([kMGT]?)(i?)B", re.ASCII)
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -50,6 +48,7 @@ def add_to(commands: Any) -> None:
         "values. Exit code 0: something fits; 1: nothing does; 2: error.",
     )
     parser.add_argument("script", nargs="?", help="a script that trains; what follows -- are its own arguments")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
     parser.add_argument(
         "--model",
         help="instead of a script: a folder with a config.json of transformers, or a name in the hub's local cache",
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was found, and return the exit code."""
     _check(arguments)
     figures = _device(arguments.device)
-    memory = int(figures.memory_bytes) if arguments.memory is None else _bytes(arguments.memory)
+    memory = int(figures.memory_bytes) if arguments.memory is None else read_bytes("--memory", arguments.memory)
     path = None if arguments.html is None else check_path("--html", arguments.html)
     on_cpu = figures.name == "cpu"
     within = _WITHIN.get(figures.name, "gloo-local" if on_cpu else "pcie4")
@@ -101,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from ..launch.planned_script import plan_script
 
-        found = plan_script(arguments.script, arguments.script_arguments, hardware)
+        found = plan_script(arguments.script, arguments.script_arguments, hardware, arguments.module)
     autocast = arguments.precision if arguments.script is None and arguments.precision in _AUTOCAST else None
     best = found.estimates[0] if found.estimates[0].fits else None
     lines = {} if best is None else lines_for(best.candidate, autocast)
@@ -151,7 +150,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.script is None:
         if arguments.script_arguments:
             raise ConfigError("arguments that follow -- are a script's, and there is none.")
-    elif not Path(arguments.script).is_file():
+    elif not arguments.module and not Path(arguments.script).is_file():
         raise ConfigError(f"there is no script {arguments.script!r}.")
 
 
@@ -209,14 +208,3 @@ def _device(name: str) -> Device:
 
 def _link(given: str | None, default: str) -> Link:
     return LINKS[default] if given is None else link(given)
-
-
-def _bytes(text: str) -> int:
-    """Return the bytes of a text such as ``80GiB`` or ``24 GB``."""
-    match = _BYTES.fullmatch(text.strip())
-    try:
-        if match is None:
-            raise ValueError
-        return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
-    except ValueError:
-        raise ConfigError(f"--memory must be a number of bytes such as 80GiB or 24GB, not {text!r}.") from None

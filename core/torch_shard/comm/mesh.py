@@ -21,7 +21,7 @@ from .process_groups import backend_of, group_over
 from .rendezvous import exchange_texts
 from .streams import accelerator, indexed, orders_streams
 
-__all__ = ["Mesh", "resolve_mesh"]
+__all__ = ["Mesh", "ranks_of_node", "resolve_mesh"]
 
 Ranks = Sequence[Sequence[int]]
 """The global ranks of each of several groups."""
@@ -219,9 +219,14 @@ def _topology(ranks: Sequence[int], replicas: Ranks | None, config: ShardConfig)
     return Topology.of_ranks(_nodes(ranks), ranks)
 
 
+def ranks_of_node() -> int:
+    """Return how many ranks a node has; 0 where that is not known."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
+
+
 def _nodes(ranks: Sequence[int]) -> Ranks:
     """Return the ranks of each node: launchers number the ranks of a node consecutively."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
+    size = ranks_of_node()
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(rank // max(1, size), []).append(rank)

@@ -123,6 +123,10 @@ class Streams:
     def enter_thread(self) -> None:
         """Make this device the current one of this thread, which gives its work to a stream of its own."""
 
+    def total_memory(self) -> int | None:
+        """Return the bytes of the device's own memory; None if it has none beside the host's."""
+        return None
+
     def random_state(self) -> torch.Tensor | None:
         """Return the state of the device's random generator; None if it has none beside the CPU's."""
         return None
@@ -195,6 +199,9 @@ class DeviceStreams(Streams):
     def enter_thread(self) -> None:
         self._torch.set_device(self.device)
         self._torch.set_stream(self.new())
+
+    def total_memory(self) -> int | None:
+        return int(self._torch.get_device_properties(self.device).total_memory)
 
     def random_state(self) -> torch.Tensor | None:
         return self._torch.get_rng_state(self.device)  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ConfigError
 from ..log import logger
+from .bytes_text import BYTES_FORM
 from .offload_text import FORM as OFFLOAD
 from .offload_text import offload_of_fields, read_offload
 from .shard_config import Strategy
@@ -101,6 +102,7 @@ def _dtype(text: str) -> torch.dtype:
 FLAG_FORM = "true or false"
 SETTINGS = (
     Setting("strategy", one_of(*get_args(Strategy)), "one of " + ", ".join(get_args(Strategy))),
+    Setting("memory", str, BYTES_FORM),
     Setting("units", _units, "patterns of module names, separated by commas, or auto"),
     Setting("unit_bytes", int, "a number of bytes"),
     Setting("prefetch", int, "a number of units"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern
+from .bytes_text import read_bytes
 from .checks import check_bools, check_int, check_seconds, checked_modules
 from .offload import Offload, offload_of
 from .precision import Precision, precision_of
@@ -18,9 +19,11 @@ from .quantization import Quantized
 
 __all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
 
-Strategy = Literal["full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "hybrid_shard_zero2", "no_shard"]
+Strategy = Literal[
+    "full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "auto"
+]
 """``full_shard`` (ZeRO-3), ``shard_grad_op`` (ZeRO-2), ``shard_optim`` (ZeRO-1), ``hybrid_shard`` and ``hybrid_shard_zero2``
-(sharded within a node, replicated between nodes) or ``no_shard`` (as DDP does)."""
+(sharded within a node, replicated between nodes), ``no_shard`` (as DDP does) or ``auto`` (the fastest that fits)."""
 
 Units: TypeAlias = "Sequence[type[nn.Module] | str] | Sequence[Sequence[str]] | Callable[[str, nn.Module], bool] | None"
 """The ways to choose units; see :attr:`ShardConfig.units`."""
@@ -41,7 +44,12 @@ class ShardConfig:
             ``"hybrid_shard"`` shards over the ranks of a node as ``"full_shard"`` does, with a replica on each node: only
             gradients are sent between nodes, `shard_size` times fewer bytes than under ``"no_shard"``;
             ``"hybrid_shard_zero2"`` does the same with parameters as under ``"shard_grad_op"``;
-            ``"no_shard"`` replicates everything and all-reduces gradients.
+            ``"no_shard"`` replicates everything and all-reduces gradients;
+            ``"auto"`` plans the script that calls ``shard``, as ``torch-shard plan`` does, and takes the fastest of these that
+            fits `memory`, with the `prefetch` and `offload` that belong to it, and activation checkpointing if nothing fits
+            without. Rank 0 runs the script once more for that, up to its first step, in another process.
+        memory: for ``"auto"``, the bytes of each rank's device that training may take, or a text such as ``"70GiB"``. ``None``
+            takes all of a GPU; on CPUs what is free, divided by the ranks of the node.
         units: the parameters that are gathered together. ``None`` plans automatically: the repeated
             blocks, else runs of about `unit_bytes`. Otherwise it is one of:
             module classes and patterns of module names, which may be mixed: each matching module is
@@ -95,6 +103,7 @@ class ShardConfig:
     """
 
     strategy: Strategy = "full_shard"
+    memory: int | str | None = None
     units: Units = None
     unit_bytes: int = 32 << 20
     prefetch: int = 1
@@ -119,6 +128,7 @@ class ShardConfig:
         if self.strategy not in get_args(Strategy):
             choices = ", ".join(map(repr, get_args(Strategy)))
             raise ConfigError(f"strategy must be one of {choices}, not {self.strategy!r}.")
+        self._check_auto()
         check_int("unit_bytes", self.unit_bytes, least=1)
         check_int("prefetch", self.prefetch, least=0)
         if self.shard_size is not None:
@@ -161,6 +171,18 @@ class ShardConfig:
         # A list that the caller edits later must not change the plan.
         object.__setattr__(self, "units", _checked_units(self.units))
         object.__setattr__(self, "ignore", _checked_ignore(self.ignore))
+
+    def _check_auto(self) -> None:
+        if isinstance(self.memory, str):
+            object.__setattr__(self, "memory", read_bytes("memory", self.memory))
+        if self.memory is not None:
+            check_int("memory", self.memory, least=1)
+        if self.strategy != "auto":
+            if self.memory is not None:
+                raise ConfigError(f'memory is for strategy="auto"; strategy is {self.strategy!r}.')
+        elif self.offload is not None or self.quantized is not None:
+            given = "quantized" if self.offload is None else "offload"
+            raise ConfigError(f'{given}: strategy="auto" chooses without it; name a strategy, or leave {given} out.')
 
     def _check_timeout(self) -> None:
         check_seconds("timeout", self.timeout)

@@ -11,6 +11,7 @@ group ``torch_shard.planned_scripts`` what makes their scripts shard: a function
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import sys
@@ -49,15 +50,16 @@ _OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_", "ACCELERATE_", "LT_
 _RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def plan_script(name: str, arguments: Sequence[str], hardware: Hardware) -> Search:
+def plan_script(name: str, arguments: Sequence[str], hardware: Hardware, is_module: bool = False) -> Search:
     """Run a script until its first step is traced, and find settings for it. Not collective.
 
     Nothing that the script does remains but what it has written to files by then. What it prints goes to standard error.
 
     Args:
-        name: the path of the script.
+        name: the path of the script, or the name of a module.
         arguments: the script's own.
         hardware: what the step is to fit.
+        is_module: `name` is a module's.
 
     Raises:
         TraceError: the script fails before its first step is over, or on fake tensors; or it shards no model.
@@ -65,7 +67,7 @@ def plan_script(name: str, arguments: Sequence[str], hardware: Hardware) -> Sear
     """
     there = branch()
     if isinstance(there, Branch):
-        _Script(there, hardware).run(name, arguments)
+        _Script(there, hardware).run(name, arguments, is_module)
     found: Search = there
     return found
 
@@ -79,7 +81,7 @@ class _Script:
         self._step: ScriptStep | None = None  # the step that is traced, in a branch
         self._planned: nn.Module | None = None
 
-    def run(self, name: str, arguments: Sequence[str]) -> NoReturn:
+    def run(self, name: str, arguments: Sequence[str], is_module: bool) -> NoReturn:
         os.dup2(2, 1)
         sys.stdout = sys.stderr
         for variable in list(os.environ):
@@ -91,7 +93,7 @@ class _Script:
         error: BaseException | None = None
         try:
             with _fake_group(ranks), OnHost():
-                run_script("torch-shard plan", name, arguments, False, self._prepare)
+                run_script("torch-shard plan", name, arguments, is_module, self._prepare)
         except BaseException as raised:
             error = raised
         if self._step is not None:
@@ -125,6 +127,8 @@ class _Script:
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
         """Do what ``torch_shard.shard`` is called for: search, and end; in a branch let the script go on."""
+        if config.strategy == "auto":  # which asks for this very plan
+            config = dataclasses.replace(config, strategy="full_shard", memory=None)
         trains = any(p.requires_grad for p in model.parameters())
         if trains and self._planned is not None:
             raise TraceError(

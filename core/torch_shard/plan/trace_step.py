@@ -82,8 +82,9 @@ def tracing(
 ) -> Iterator[Recorder]:
     """Record what runs inside, as :func:`trace_step` does.
 
-    With `all_on_device` the program believes that it runs on the CPU. What it computes with parameters, of any model, is then on the
-    device, and so is what it computes that from. The rest, such as the sampling of batches, has true values, and is not recorded.
+    With `all_on_device` the program believes that it runs on the CPU. What it computes with parameters, of any model, is then on
+    the device, and so is what it computes that from. The rest, such as the sampling of batches, has true values, and is not
+    recorded.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     fakes = FakeModel(model, optimizers, mode, device, dtypes or {})

@@ -27,6 +27,7 @@ EXAMPLES = {
     "units": ("layers.*, re:head.*", ("layers.*", "re:head.*")),
     "unit_bytes": ("1000", 1000),
     "prefetch": ("3", 3),
+    "memory": ("2GiB", 2 << 30),
     "offload": ("cpu, params=false", Offload(params=False)),
     "precision": ("bf16", Precision(torch.bfloat16)),
     "fp32_masters": ("true", True),
@@ -61,9 +62,10 @@ def fsdp(**variables: str) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.field)
 def test_each_variable_sets_its_field(setting: Any, tmp_path: Path) -> None:
     text, value = EXAMPLES.get(setting.field, ("2", 2))
-    base = ShardPlugin(strategy="hybrid_shard") if setting.field == "shard_size" else ShardPlugin()
-    if setting.field == "shard_size":
-        os.environ["SHARD_STRATEGY"] = "hybrid_shard"
+    strategy: Any = {"shard_size": "hybrid_shard", "memory": "auto"}.get(setting.field, "full_shard")
+    base = ShardPlugin(strategy=strategy)
+    if strategy != "full_shard":
+        os.environ["SHARD_STRATEGY"] = strategy
     os.environ[setting.variable] = text
     wanted = replace(base, **{setting.field: value})
     assert launch_plugin() == wanted

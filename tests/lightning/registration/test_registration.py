@@ -24,6 +24,7 @@ NAMES = [
     "shard_zero1",
     "shard_hybrid",
     "shard_hybrid_zero2",
+    "shard_auto",
     "shard_offload",
     "shard_spawn",
     "shard_fork",

@@ -1,0 +1,123 @@
+"""``strategy="auto"``: rank 0 has the script planned that this program is, and all ranks take what it finds.
+
+It is planned in a process of its own, by ``torch-shard plan``: that runs the script anew up to its first step, without a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import get_rank, get_world_size, is_available, is_initialized
+
+from .. import errors
+from ..comm.mesh import ranks_of_node
+from ..comm.process_groups import group_timeout
+from ..comm.rendezvous import exchange_texts
+from ..comm.streams import streams_of
+from ..config.shard_config import ShardConfig
+from ..errors import BudgetError, ConfigError, ShardError, UnavailableError
+from ..log import logger
+from ..offload.memory_limits import available
+from ..plan.memory_estimate import mib
+
+__all__ = ["choose_settings"]
+
+_CHOSEN = ("strategy", "prefetch", "shard_size", "offload")
+
+
+def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[ShardConfig, bool]:
+    """Return `config` with the settings that fit and are the fastest, and whether layers are to recompute. Collective.
+
+    Args:
+        model, config, mesh: those of ``shard()``. The ranks must be all of them.
+
+    Raises (on all ranks):
+        BudgetError: nothing fits.
+        ConfigError: this program can't be planned: it is no script, or shards over a part of the ranks.
+        TraceError: the script can't be planned, see there.
+    """
+    world = get_world_size() if is_available() and is_initialized() else 1
+    size = getattr(mesh, "size", None)
+    if callable(size) and size() != world:
+        raise ConfigError(
+            f'strategy="auto" is for one model over all {world} ranks; name a strategy for a part of them.'
+        )
+    device = _device(model, mesh)
+    answer: dict[str, Any] = {}
+    if world == 1 or get_rank() == 0:
+        try:
+            answer = _planned(config, device, world)
+        except ShardError as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+    if world > 1:
+        _, texts = exchange_texts(
+            list(range(world)), "torch_shard/auto", json.dumps(answer), group_timeout(device), "the plan of rank 0"
+        )
+        answer = json.loads(texts[0])
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(f'strategy="auto": {answer["text"]}')
+    chosen = dataclasses.replace(config, memory=None, **{name: answer["candidate"][name] for name in _CHOSEN})
+    logger.info('strategy="auto" has chosen: %s (%s MiB)', answer["settings"], mib(answer["nbytes"]))
+    return chosen, bool(answer["candidate"]["checkpointing"])
+
+
+def _device(model: nn.Module, mesh: Any) -> torch.device:
+    if isinstance(mesh, torch.device):
+        return mesh
+    kind = getattr(mesh, "device_type", None)
+    if isinstance(kind, str):
+        return torch.device(kind)
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str, Any]:
+    """Return the best candidate of ``torch-shard plan --json`` for this program."""
+    of_node = min(ranks_of_node() or world, world)
+    memory = config.memory if config.memory is not None else _memory(device, of_node)
+    command = [sys.executable, "-m", "torch_shard", "plan", "--json", "--memory", f"{memory}B"]
+    command += ["--gpus", str(of_node), "--nodes", str(world // of_node)]
+    command += ["--device", "cpu"] if device.type == "cpu" else []
+    ended = subprocess.run([*command, *_program()], capture_output=True, text=True, check=False)
+    if ended.returncode not in (0, 1):
+        last = ended.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise errors.TraceError(
+            f"{last[0].removeprefix('torch-shard: ')} Name a strategy, or remove what can't be planned."
+        )
+    found = json.loads(ended.stdout)
+    best: dict[str, Any] = found["candidates"][0]
+    if ended.returncode == 1:
+        raise BudgetError(
+            f"no settings fit {mib(found['budget'])} MiB. {best['settings']} lacks least, {mib(best['lacks'])} MiB. Use more "
+            "ranks, or a smaller or shorter batch."
+        )
+    return best
+
+
+def _program() -> list[str]:
+    """Return the arguments of ``torch-shard plan`` for the program that runs here."""
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:
+        return ["-m", spec.name.removesuffix(".__main__"), "--", *sys.argv[1:]]
+    if path is None or not os.path.isfile(path):
+        raise ConfigError("only a script can be planned. Elsewhere torch_shard.plan.search finds settings for a step.")
+    return [path, "--", *sys.argv[1:]]
+
+
+def _memory(device: torch.device, of_node: int) -> int:
+    on_device = streams_of(device).total_memory()
+    if on_device is not None:
+        return on_device
+    free = available()
+    if free is None:
+        raise UnavailableError(
+            'how much memory there is can\'t be found out; pass it, ShardConfig(strategy="auto", memory="20GiB").'
+        )
+    return free // of_node

@@ -1,0 +1,154 @@
+"""``strategy="auto"``: the script is planned by one rank, in a process of its own, and all ranks train with what that finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torch_shard
+from tests.support.run_python import run_python
+from torch_shard.errors import ConfigError
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+
+COMMON = """
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_shard
+from torch_shard.errors import ShardError
+
+layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(6)]
+model = nn.Sequential(nn.Linear(64, 256), nn.Sequential(*layers), nn.Linear(256, 10))
+torch.manual_seed(0)
+for p in model.parameters():
+    nn.init.normal_(p, std=0.05)
+x, y = torch.randn(4096, 64), torch.randint(10, (4096,))
+"""
+
+PLAIN = """
+dist.init_process_group("gloo")
+optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+try:
+    engine = torch_shard.shard(model, strategy="auto", memory=sys.argv[1])
+except ShardError as error:
+    print(json.dumps([type(error).__name__, str(error)]), flush=True)
+    dist.barrier()
+    sys.exit()
+losses = []
+for _ in range(3):
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+recomputes = torch_shard.activation_checkpointing.has_checkpointed_layers(model)
+print(json.dumps([engine.config.strategy, recomputes, losses]), flush=True)
+engine.close()
+assert not torch_shard.activation_checkpointing.has_checkpointed_layers(model)
+"""
+
+LIGHTNING = """
+import lightning
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = model
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+class Tell(lightning.Callback):
+    def on_train_end(self, trainer, module):
+        print(json.dumps([trainer.strategy.engine.config.strategy]), flush=True)
+
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=64)
+trainer = lightning.Trainer(
+    strategy="shard_auto", accelerator="cpu", devices=2, max_steps=2, logger=False, enable_checkpointing=False, callbacks=[Tell()]
+)
+trainer.fit(Module(), data)
+"""
+
+
+def printed(folder: Path, text: str, *arguments: Any) -> list[Any]:
+    path = folder / "train.py"
+    path.write_text(COMMON + text)
+    out = run_python(*arguments[:-1], path, arguments[-1], folder=folder).stdout
+    return [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+
+
+def expected_losses() -> list[float]:
+    space: dict[str, Any] = {}
+    exec(COMMON, space)
+    model, x, y = space["model"], space["x"], space["y"]
+    optimizer, losses = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9), []
+    for _ in range(3):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_layers_recompute_if_nothing_fits_without(tmp_path: Path) -> None:
+    text = PLAIN.replace('dist.init_process_group("gloo")', "")
+    ((strategy, recomputes, losses),) = printed(tmp_path, text, "-u", "60MiB")
+    assert (strategy, recomputes) == ("no_shard", True)
+    assert losses == pytest.approx(expected_losses(), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_train_with_the_settings_that_fit(tmp_path: Path) -> None:
+    found = printed(tmp_path, PLAIN, *TORCHRUN, "48.6MiB")
+    assert len(found) == 2 and found[0][:2] == found[1][:2]
+    strategy, recomputes, losses = found[0]
+    assert (strategy, recomputes) == ("full_shard", True)
+    assert losses == pytest.approx(expected_losses(), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_with_much_memory_nothing_need_be_sharded(tmp_path: Path) -> None:
+    found = printed(tmp_path, PLAIN, *TORCHRUN, "8GiB")
+    assert [entry[1] for entry in found] == [False, False]
+    assert found[0][0] != "auto"
+
+
+@pytest.mark.exhaustive
+def test_if_nothing_fits_all_ranks_raise(tmp_path: Path) -> None:
+    found = printed(tmp_path, PLAIN, *TORCHRUN, "1MiB")
+    assert [entry[0] for entry in found] == ["BudgetError", "BudgetError"]
+    assert "lacks least" in found[1][1]
+
+
+@pytest.mark.exhaustive
+def test_lightning_knows_it_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    found = printed(tmp_path, LIGHTNING, "-u", "")
+    assert len(found) == 2 and found[0] == found[1] != ["auto"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "auto", "offload": "cpu"}, 'offload: strategy="auto" chooses without it'),
+        ({"strategy": "auto", "memory": "lots"}, "memory must be a number of bytes such as 80GiB"),
+        ({"memory": 1 << 30}, 'memory is for strategy="auto"'),
+        ({"strategy": "auto", "memory": 0}, "memory must be an integer of at least 1"),
+    ],
+)
+def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        torch_shard.ShardConfig(**settings)
