@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import get_rank, get_world_size, is_available, is_initialized
 
 from .. import errors
 from ..comm.mesh import ranks_of_node
@@ -43,7 +42,11 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[S
         ConfigError: this program can't be planned: it is no script, or shards over a part of the ranks.
         TraceError: the script can't be planned, see there.
     """
-    world = get_world_size() if is_available() and is_initialized() else 1
+    world = (
+        torch.distributed.get_world_size()
+        if torch.distributed.is_available() and torch.distributed.is_initialized()
+        else 1
+    )
     size = getattr(mesh, "size", None)
     if callable(size) and size() != world:
         raise ConfigError(
@@ -51,7 +54,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[S
         )
     device = _device(model, mesh)
     answer: dict[str, Any] = {}
-    if world == 1 or get_rank() == 0:
+    if world == 1 or torch.distributed.get_rank() == 0:
         try:
             answer = _planned(config, device, world)
         except ShardError as error:
