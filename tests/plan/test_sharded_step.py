@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.support.ranks import ranks
 from torch_shard import Offload, Precision, Quantized, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
+from torch_shard.plan import replayed_reductions
 from torch_shard.plan.layer_selection import repeated_layers
 from torch_shard.plan.planner import make_plan
 from torch_shard.plan.sharded_step import sharded_step
@@ -164,8 +166,10 @@ def test_the_peak_is_that_of_the_allocator_for_other_models(
 
 
 def compare(config: ShardConfig, model: str, **settings: Any) -> None:
-    world = dist.get_world_size()
-    expected = predicted(Training(model, **settings), config, world, dist.get_rank()).peak().total
+    world, rank = dist.get_world_size(), dist.get_rank()
+    most = predicted(Training(model, **settings), config, world, rank).peak().total
+    with patch.object(replayed_reductions, "has_too_many", lambda in_flight, on_streams: in_flight > 0):
+        least = predicted(Training(model, **settings), config, world, rank).peak().total
     others = [weakref.ref(tensor) for tensor in tensors_here()]  # of other tests in this process; they may be freed yet
     sharded = Training(model, **settings)
     train(sharded, config, 3)
@@ -175,13 +179,13 @@ def compare(config: ShardConfig, model: str, **settings: Any) -> None:
         already = held_by_tensors(tensor for ref in others if (tensor := ref()) is not None)
         peak, unseen = peak_of(lambda: sharded.step(sharded.model), torch.device("cpu"))
         peaks.append(peak - already)
-        most = torch.tensor(unseen)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        if most < 1 << 16:
+        unseen_by_any = torch.tensor(unseen)
+        dist.all_reduce(unseen_by_any, dist.ReduceOp.MAX)
+        if unseen_by_any < 1 << 16:
             break
-    # Which reductions have ended when the next begins is chance, with several ranks, and the replay assumes the worst.
-    assert min(peaks) <= 1.02 * expected
-    assert min(peaks) >= (0.98 if world == 1 else 0.9) * expected
+    # Which reductions have ended when the next begins is chance, with several ranks: all of them at best. The replay assumes none.
+    assert 0.98 * least <= min(peaks) <= 1.02 * most
+    assert least == most or world > 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

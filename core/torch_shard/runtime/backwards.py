@@ -28,6 +28,7 @@ from ..unit.references import references_to
 from ..unit.unit import Unit
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
+from .out_of_memory import explain
 from .reduce_schedule import PAUSE
 from .use import Use
 
@@ -42,6 +43,7 @@ class Backwards:
         self.runtime = runtime
         self._end: weakref.ref[Any] | None = None  # the callback at the end of the running backward
         self._tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
+        self._begun = 0  # the number of backwards
         self._reduces = True  # the running backward reduces
         self._creates_graph = False  # the running backward makes a graph of gradients, which reads unsharded parameters
         self._called = False  # inside a user's call of backward, before which deferred gradients were checked
@@ -122,7 +124,7 @@ class Backwards:
         if self._called:  # with sharded `inputs`, torch calls itself once more, through ``__torch_function__``
             yield
             return
-        runtime = self.runtime
+        runtime, begun = self.runtime, self._begun
         if self._end is not None:  # of a torch.autograd.grad that has failed, which autograd still keeps
             self._abandon_if()
         try:
@@ -136,7 +138,9 @@ class Backwards:
             if runtime.in_backward is not None:
                 runtime.in_backward.enter_call()
             yield
-        except BaseException:
+        except BaseException as error:
+            if self._begun > begun:
+                explain(runtime, error, "backward")
             # Not only when autograd drops the graph task: a thread of a device may keep it until the next step runs.
             self._abandon_after_failure()
             raise
@@ -179,6 +183,7 @@ class Backwards:
             for flat in unit.flats:
                 flat.gradients.begin_backward(self._called, not self._reduces, partial)
         runtime.schedule.begin_backward()
+        self._begun += 1
         self._tasks = {task}
         self._creates_graph = torch.is_grad_enabled()
         runtime.schedule.double_backward |= self._creates_graph

@@ -7,6 +7,7 @@ unsharded twice, and the unit used last is still unsharded when backward starts 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from ..schedule.phases import BACKWARD, FORWARD
+from ..schedule.phases import BACKWARD, FORWARD, PHASES
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import own_memory, tensors_in
 from . import mixed_precision_hooks
 from .interrupted_forwards import ended, forward_frame
 from .load_hooks import note_load
+from .out_of_memory import explain
 from .use import Use
 
 if TYPE_CHECKING:
@@ -78,7 +80,8 @@ class Forwards:
             self._records = phase == FORWARD
         try:
             runtime.unshard(unit, phase, "the model" if self._roots else f"{type(module).__name__} of {unit.name}")
-        except BaseException:
+        except BaseException as error:
+            explain(runtime, error, PHASES[phase], unit)
             if not self.running:  # else the end of the outer forward does that
                 runtime.session.end_read()
             raise
@@ -96,6 +99,8 @@ class Forwards:
 
         This is called also when the forward has raised; `outputs` is None then.
         """
+        if outputs is None:
+            explain(self.runtime, sys.exc_info()[1], PHASES[self.runtime.phase()], unit)
         entered = self._entered
         if not any(each.unit is unit for each in entered):
             return outputs  # the pre-hook itself failed
@@ -165,6 +170,8 @@ class Forwards:
         Raises:
             DivergenceError: other ranks have come to something else than this forward.
         """
+        if outputs is None:
+            explain(self.runtime, sys.exc_info()[1], PHASES[self.runtime.phase()])
         if self._roots:
             self._roots.pop()
         self._finished()

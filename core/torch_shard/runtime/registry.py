@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from ..unit.unit import Unit
     from .runtime import Runtime
 
-__all__ = ["ATTRIBUTE", "engine_for", "engine_holding", "engine_of", "forget", "note", "note_runtime", "runtime_of"]
+__all__ = [
+    "ATTRIBUTE",
+    "engine_for",
+    "engine_for_runtime",
+    "engine_holding",
+    "engine_of",
+    "forget",
+    "note",
+    "note_runtime",
+    "runtime_of",
+]
 
 ATTRIBUTE = "_torch_shard_engine"
 """The attribute of a sharded module that holds its engine."""
@@ -59,6 +69,12 @@ def note_runtime(runtime: Runtime, engine: object) -> None:
     _ENGINES[runtime] = weakref.ref(engine)
 
 
+def engine_for_runtime(runtime: Runtime) -> Any:
+    """Return the engine of `runtime`, or None if it is gone."""
+    found = _ENGINES.get(runtime)
+    return None if found is None else found()
+
+
 def engine_holding(module: nn.Module) -> Any:
     """Return the engine whose shards `module` holds now: the sharded model, a part of it, or a module around it.
 
@@ -67,6 +83,5 @@ def engine_holding(module: nn.Module) -> Any:
     for param in module.parameters():
         unit: Any = param._unit if isinstance(param, ShardTensor) else None
         if unit is not None:
-            found = _ENGINES.get(unit.runtime)
-            return None if found is None else found()
+            return engine_for_runtime(unit.runtime)
     return None

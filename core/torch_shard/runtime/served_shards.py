@@ -55,6 +55,10 @@ class ServedShards:
             others = [(ref, state) for ref, state in self._states if ref() is not optimizer]
             self._states = [*others, (weakref.ref(optimizer), optimizer.state)]
 
+    def optimizer_states(self) -> list[Any]:
+        """Return the state of each optimizer that is still there."""
+        return [state for ref, state in self._states if ref() is not None]
+
     def met(self) -> None:
         """Note that all ranks have come to a collective: they have dropped the optimizers that this rank has dropped before."""
         if any(ref() is None for ref, _ in self._states):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..comm.traffic_statistics import Statistics, StreamWaits, waits
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
-from .runtime import Runtime
 
-__all__ = ["gradient_bytes", "own_bytes", "parameter_bytes", "statistics", "time_waiting"]
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["gradient_bytes", "optimizer_bytes", "own_bytes", "parameter_bytes", "statistics", "time_waiting"]
 
 
 def statistics(runtime: Runtime) -> Statistics:
@@ -53,6 +57,12 @@ def gradient_bytes(runtime: Runtime) -> int:
         with torch._C.DisableTorchFunctionSubclass():
             total += sum(own_bytes(grad) for grad in map(own_grad, flat.params) if grad is not None)
     return total
+
+
+def optimizer_bytes(runtime: Runtime) -> int:
+    """Return the bytes of this rank's state of the optimizers that have stepped the model."""
+    entries = [entry for state in runtime.served.optimizer_states() for entry in state.values()]
+    return sum(own_bytes(tensor) for entry in entries for tensor in entry.values() if isinstance(tensor, torch.Tensor))
 
 
 def own_bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,117 @@
+"""Says what holds the memory, and which settings would take less, where memory runs out in a step.
+
+The error keeps its class, by which programs find it that try a smaller batch; what is said here follows its own message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..config.bytes_text import read_bytes
+from ..config.offload import offload_of
+from ..log import ANY_RANK, logger
+from ..plan.memory_estimate import mib
+from ..plan.plan import Plan
+from ..unit.unit import Unit
+from . import registry, statistics
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+__all__ = ["explain"]
+
+# How torch's allocator for CPUs begins its RuntimeError, and what all of them ask for.
+_ON_CPU = "DefaultCPUAllocator: "
+_ASKED = re.compile(r"allocate ([\d.]+ ?[kKMGT]?i?)(?:bytes|B)")
+
+
+def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Unit | None = None) -> None:
+    """Add what is known to an error that says that memory has run out; do nothing with other errors. Not collective.
+
+    Args:
+        runtime: of the model.
+        error: the error that is about to leave the engine.
+        phase: ``"forward"`` or ``"backward"``.
+        unit: the unit that runs, if that is known.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) and not (
+        isinstance(error, RuntimeError) and _ON_CPU in str(error)
+    ):
+        return
+    if "torch_shard" in vars(error):
+        return  # by an inner module, or another engine
+    try:
+        text = "\n".join([str(error), *_lines(runtime, str(error), phase, unit)])
+    except Exception:  # it must not replace the error itself
+        logger.exception("what holds the memory can't be said", extra=ANY_RANK)
+        return
+    vars(error)["torch_shard"] = phase
+    error.args = (text, *error.args[1:])
+
+
+def _lines(runtime: Runtime, message: str, phase: str, unit: Unit | None) -> Iterator[str]:
+    rank, where = runtime.collectives.world_rank, "" if unit is None else f" of {unit.name}"
+    yield f"rank {rank}: memory has run out in the {phase}{where}. This rank holds, and was planned to hold:"
+    engine = registry.engine_for_runtime(runtime)
+    plan: Plan | None = None if engine is None else engine.plan
+    expected = None if plan is None else plan.predicted
+    held = {
+        "parameters": statistics.parameter_bytes(runtime),
+        "gathered units": runtime.gathered_bytes.now,
+        "gradients": statistics.gradient_bytes(runtime),
+        "optimizer state": statistics.optimizer_bytes(runtime),
+    }
+    if expected is None:
+        planned = dict.fromkeys(held, 0)
+    else:
+        planned = dict(
+            zip(
+                held, (expected.parameters, expected.gathered_peak, expected.gradients, expected.optimizer), strict=True
+            )
+        )
+    for kind, nbytes in held.items():
+        yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned[kind])})"
+    yield "The rest is activations, buffers, temporary tensors, and what else the program keeps."
+    after = "Parameters and optimizer state are unchanged"
+    yield f"{after}; gradients of this backward are dropped." if phase == "backward" else f"{after}."
+    if plan is not None:
+        yield from _cheaper(plan, _asked(message))
+
+
+def _asked(message: str) -> int:
+    """Return how many bytes were asked for, as the message of an allocator says; 0 if it doesn't."""
+    found = _ASKED.search(message)
+    return 0 if found is None else read_bytes("", found[1].strip() + "B")
+
+
+def _cheaper(plan: Plan, asked: int) -> Iterator[str]:
+    """Yield what would take less, the two that cost least time first."""
+    now = plan.predicted.device_peak
+    found = []
+    for strategy, offloaded in _slower(plan):
+        changed = dataclasses.replace(plan, strategy=strategy, offload=offload_of("cpu") if offloaded else plan.offload)
+        less = now - changed.predicted.device_peak
+        if less > 0 and less >= asked:
+            found.append(f"{strategy}{' with offload' * offloaded} ({mib(less)} MiB less)")
+    if found:
+        yield f"Without other changes these settings would do: {'; '.join(found[:2])}."
+    yield (
+        "Activation checkpointing and smaller micro-batches take less for activations. `torch-shard plan` with the script, or "
+        'strategy="auto", finds out what fits.'
+    )
+
+
+def _slower(plan: Plan) -> Iterator[tuple[str, bool]]:
+    """Yield strategies that send more than the plan's, each with whether it offloads, from fast to slow."""
+    order = ("no_shard", "shard_optim", "shard_grad_op", "full_shard")
+    usual = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}.get(plan.strategy, plan.strategy)
+    following = order[order.index(usual) :] if plan.world_size > 1 else ("full_shard",)
+    if plan.world_size > 1:
+        yield from ((strategy, False) for strategy in following if strategy != plan.strategy)
+    if plan.offload is None:
+        yield from ((strategy, True) for strategy in following)

@@ -1,0 +1,100 @@
+"""What an error says where memory has run out in a step, and that training can go on after it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from tests.support.ranks import ranks
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has a total capacity of 23.69 GiB of which 0.50 MiB is free."
+)
+
+
+class Hungry(nn.Module):
+    """A layer that runs out of memory once, in the phase that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+        self.fails_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        phase, self.fails_in = self.fails_in, ""
+        if phase == "forward":
+            raise torch.OutOfMemoryError(MESSAGE)
+        if phase == "forward on the CPU":
+            torch.empty(1 << 50)
+        y: torch.Tensor = self.layer(x).relu()
+        if phase == "backward":
+            y.register_hook(fail)
+        return y
+
+
+def fail(grad: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, fails_in: str) -> list[torch.Tensor]:
+    losses = []
+    for step in range(4):
+        if step == 2:
+            model[3].fails_in = fails_in
+        x = torch.arange(8 * 256, dtype=torch.float32).reshape(8, 256).sin()
+        if step == 2 and fails_in:
+            with pytest.raises(RuntimeError) as caught:
+                model(x).square().mean().backward()
+            errors.append(caught.value)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+errors: list[RuntimeError] = []
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "forward on the CPU", "backward"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@ranks(2)
+def test_the_error_says_what_holds_the_memory_and_training_goes_on(rank: int, strategy: str, fails_in: str) -> None:
+    errors.clear()
+    plain = nn.Sequential(*[Hungry() for _ in range(6)])
+    model = copy.deepcopy(plain)
+    expected = train(plain, torch.optim.Adam(plain.parameters()), "")
+    engine = torch_shard.shard(model, strategy=strategy, units=[Hungry])
+    found = train(model, torch.optim.Adam(model.parameters()), fails_in)
+    torch.testing.assert_close(found, expected)
+    (error,) = errors
+    assert isinstance(error, torch.OutOfMemoryError) == (fails_in != "forward on the CPU")
+    text = str(error)
+    phase = fails_in.split()[0]
+    assert f"\nrank {rank}: memory has run out in the {phase}" in text
+    assert phase == "backward" or f"in the {phase} of 3." in text
+    size = 256 * 256 * 4 + 256 * 4
+    held = {kind: float(now.replace(",", "")) for kind, now in re.findall(r"  ([a-z ]+): ([\d.,]+) MiB \(", text)}
+    assert held["parameters"] == pytest.approx(6 * size / 2 / 2**20, abs=0.02)
+    assert held["optimizer state"] == pytest.approx(2 * held["parameters"], abs=0.02)
+    assert ("gradients of this backward are dropped" in text) == (phase == "backward")
+    if fails_in != "forward on the CPU":  # which asks for more than any strategy saves
+        wanted = {"full_shard": "full_shard with offload (", "shard_grad_op": "full_shard ("}[strategy]
+        assert f"these settings would do: {wanted}" in text
+    assert "torch-shard plan" in text
+    engine.close()
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    torch_shard.shard(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.zeros(2, 5))
+    assert "memory has run out" not in str(caught.value)
