@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ from .unshard import gathered as _gathered
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from .checkpoint.sharded.async_save import PendingSave
     from .checkpoint.sharded.host_snapshot import SnapshotMemory
+    from .plan.run_report import Moment
 
 
 class Engine:
@@ -593,6 +594,34 @@ class Engine:
             "optimizer": sum(statistics.own_bytes(tensor) for entry in entries for tensor in tensors_of(entry)),
             "gathered": self._runtime.gathered_bytes.now,
         }
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+        history: Sequence[Moment] = (),
+    ) -> None:
+        """Write this rank's figures as an HTML page with pictures, for which matplotlib is needed. Not collective.
+
+        It needs no network. It has what the rank holds beside what was planned, what it has sent and waited for, and the units
+        by their bytes. All of it is counted anyway, so that steps are not slower for it.
+
+        Args:
+            path: a file whose name ends in ``.html``, which is replaced.
+            optimizer: one or several whose state is counted, as for :meth:`memory_summary`.
+            history: the course of the run, as :class:`lightning_shard.ShardMonitor` records it.
+
+        Raises:
+            ConfigError: the path can't be written to.
+        """
+        from .plan.run_report import run_report
+        from .utils.html_page import check_path
+
+        file = check_path("engine.report", os.fspath(path))
+        counted = self.statistics()
+        held = {**self.memory_summary(optimizer), "peak_gathered": counted.peak_gathered}
+        title = f"{type(self.model).__name__}, rank {self.rank} of {self.world_size}"
+        file.write_text(run_report(title, self.plan, counted, held, history), encoding="utf-8")
 
     def grad_norms(
         self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -9,12 +10,12 @@ import torch
 
 from torch_shard import Engine, Statistics
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import format_bytes
+from torch_shard.frontend import Moment, check_report_path, format_bytes
 from torch_shard.log import logger
 
 from .._private import Private, accumulates, logged_step, logs_this_step
 from .hints import hints
-from .metrics import Window
+from .metrics import WAITS, Window
 
 __all__ = ["MonitorMixin"]
 
@@ -47,9 +48,11 @@ class MonitorMixin:
         warm_up: the first steps of the run, which don't count for the warning.
         patience: the number of steps in a row that must be above the threshold.
         summary: print the line at the end of each epoch.
+        report: a file ending in ``.html`` to which rank 0 writes a page with pictures of the run when it ends, also where it
+            ends with an error; see :meth:`torch_shard.Engine.report`. It has the steps that ``log_every_n_steps`` chooses.
 
     Raises:
-        ConfigError: an argument has a bad value.
+        ConfigError: an argument has a bad value, or the report can't be written there.
         MisconfigurationException: on all ranks when the run begins, if the Trainer's strategy is another one.
     """
 
@@ -63,13 +66,17 @@ class MonitorMixin:
         warm_up: int = 10,
         patience: int = 20,
         summary: bool = True,
+        report: str | os.PathLike[str] | None = None,
     ) -> None:
         if not 0 < threshold <= 1:
             raise ConfigError(f"threshold must be a share above 0 and at most 1, not {threshold!r}.")
         for name, value, least in (("warm_up", warm_up, 0), ("patience", patience, 1)):
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"{name} must be a number of steps, at least {least}, not {value!r}.")
+        if report is not None:
+            check_report_path("report", os.fspath(report))
         super().__init__()
+        self.report = report
         self.grad_norms, self.summary = grad_norms, summary
         self.threshold, self.warm_up, self.patience = threshold, warm_up, patience
         self._forget()
@@ -79,6 +86,7 @@ class MonitorMixin:
         self._began: tuple[float, Statistics] | None = None
         self._step, self._logged, self._epoch = Window(), Window(), Window()
         self._norms: dict[int, dict[str, torch.Tensor]] = {}  # by optimizer
+        self._history: list[Moment] = []
         self._seen = self._above = 0
         self._warned = False
 
@@ -150,6 +158,18 @@ class MonitorMixin:
             "at most"
         )
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the report."""
+        self._write_report(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write the report of what has been."""
+        self._write_report(trainer)
+
+    def _write_report(self, trainer: Any) -> None:
+        if self.report is not None and self._engine is not None and trainer.is_global_zero:
+            self._engine.report(self.report, trainer.optimizers, self._history)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Drop the engine."""
         if self._engine is not None:
@@ -158,20 +178,23 @@ class MonitorMixin:
 
     # -- figures ------------------------------------------------------------------------------------------------------
     def _log(self, trainer: Any, window: Window) -> None:
-        if not trainer.loggers:
+        reports = self.report is not None and trainer.is_global_zero
+        if not trainer.loggers and not reports:
             return
         assert self._engine is not None
         held = self._engine.memory_summary(trainer.optimizers)
+        resident = held["parameters"] + held["gradients"] + held["optimizer"]
+        waits = {name: getattr(window, name) / window.steps for name in WAITS}
+        if reports:
+            seconds, step = window.seconds / window.steps, logged_step(trainer)
+            self._history.append(Moment(step, seconds, **waits, resident=resident, peak_gathered=window.peak_gathered))
         figures = {
             "bytes_sent": window.bytes_sent / window.steps,
-            "gather_wait": window.gather_wait / window.steps,
-            "reduce_wait": window.reduce_wait / window.steps,
-            "other_wait": window.other_wait / window.steps,
-            "host_wait": window.host_wait / window.steps,
+            **waits,
             "wait_share": window.share,
             "gathered_bytes": float(held["gathered"]),
             "peak_gathered_bytes": float(window.peak_gathered),
-            "resident_bytes": float(held["parameters"] + held["gradients"] + held["optimizer"]),
+            "resident_bytes": float(resident),
         }
         norms = _joined(list(self._norms.values()))
         for each in trainer.loggers:

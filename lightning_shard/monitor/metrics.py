@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch_shard import Statistics
 
-__all__ = ["Window"]
+__all__ = ["WAITS", "Window"]
+
+WAITS = ("gather_wait", "reduce_wait", "other_wait", "host_wait")
 
 
 @dataclass
@@ -35,10 +37,8 @@ class Window:
 
     def _sum(self, other: Statistics | Window) -> None:
         self.bytes_sent += other.bytes_sent
-        self.gather_wait += other.gather_wait
-        self.reduce_wait += other.reduce_wait
-        self.other_wait += other.other_wait
-        self.host_wait += other.host_wait
+        for name in WAITS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_gathered = max(self.peak_gathered, other.peak_gathered)
 
     @property

@@ -183,7 +183,7 @@ def compare(config: ShardConfig, model: str, **settings: Any) -> None:
         dist.all_reduce(unseen_by_any, dist.ReduceOp.MAX)
         if unseen_by_any < 1 << 16:
             break
-    # Which reductions have ended when the next begins is chance, with several ranks: all of them at best. The replay assumes none.
+    # Which reductions have ended when the next begins is chance, with several ranks: at best all; the replay assumes none.
     assert 0.98 * least <= min(peaks) <= 1.02 * most
     assert least == most or world > 1
 

@@ -26,6 +26,7 @@ from ..optim.checks import refusal_of
 from ..optim.state_tree import copied as copy_tensors
 from ..optim.state_tree import map_tensors, tensors_of
 from ..plan.layer_selection import classes_named
+from ..plan.run_report import Moment
 from ..runtime import barrier, registry
 from ..runtime.forward_hooks import unregister
 from ..runtime.mixed_precision_hooks import cast, cast_outputs
@@ -37,11 +38,13 @@ from ..state import optimizer_state as named_state
 from ..state.model_state import WithMetadata
 from ..state.param_names import names_of
 from ..unit.module_params import copy_attributes
+from ..utils.html_page import check_path as check_report_path
 from .clipping import clip_norm, engines_over, limit_values
 from .lone_files import read_alone, write_full_safetensors
 
 __all__ = [
     "Deferred",
+    "Moment",
     "WithMetadata",
     "abandon",
     "agree",
@@ -51,6 +54,7 @@ __all__ = [
     "cast",
     "cast_outputs",
     "casts_parameters",
+    "check_report_path",
     "classes_named",
     "clip_norm",
     "compress_gradients",

@@ -50,7 +50,7 @@ def check_path(option: str, text: str, beside: Sequence[str] = ()) -> Path:
             with open(file, "ab"):
                 pass
             if not there:
-                file.unlink()
+                file.unlink(missing_ok=True)  # other ranks do the same
         except OSError as error:
             raise ConfigError(
                 f"{option} {text}: {file.name} can't be written there ({error.strerror}). Give a file in a folder that exists "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,6 +156,28 @@ class Slow(Net):
     def on_train_start(self) -> None:
         if self.global_rank == 1:
             self.blocks[0].register_forward_hook(lambda *_: time.sleep(0.05))
+
+
+@pytest.mark.parametrize("fails", [False, *exhaustive(True)])
+@ranks(2)
+def test_rank_0_writes_a_report_at_the_end(rank, fails, tmp_path):
+    pytest.importorskip("matplotlib")
+
+    class Fails(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if fails and batch_idx == 1:
+                raise RuntimeError("the run ends here")
+
+    paths = [tmp_path / f"{number}.html" for number in (0, 1)]
+    watcher = monitor("lightning", report=paths[rank], summary=False)
+    with pytest.raises(RuntimeError, match="ends here") if fails else contextlib.nullcontext():
+        fitted(Fails(), callbacks=[watcher], logger=False, log_every_n_steps=1)
+    if rank == 0:
+        text = paths[0].read_text()
+        assert text.count("<svg") == 4 and "Fails, rank 0 of 2" in text
+        steps = 2 if fails else BATCHES
+        assert len(re.findall(r'<tr class=""><td>\d+</td>', text)) == min(steps, 10)
+    assert not paths[1].exists()
 
 
 @pytest.mark.exhaustive
