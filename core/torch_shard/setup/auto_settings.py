@@ -57,8 +57,9 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[S
     if world == 1 or torch.distributed.get_rank() == 0:
         try:
             answer = _planned(config, device, world)
-        except ShardError as error:
-            answer = {"error": type(error).__name__, "text": str(error)}
+        except Exception as error:  # which the other ranks wait for
+            kind = type(error).__name__ if isinstance(error, ShardError) else "ShardError"
+            answer = {"error": kind, "text": str(error)}
     if world > 1:
         _, texts = exchange_texts(
             list(range(world)), "torch_shard/auto", json.dumps(answer), group_timeout(device), "the plan of rank 0"
