@@ -48,6 +48,7 @@ __all__ = [
 _DEFAULT_TIMEOUT = 1800.0  # seconds
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # which can't follow the group, in a compiled step of Lightning's
 def group_timeout(device: torch.device) -> float:
     """Return the seconds that collectives on `device` wait in the default process group.
 
