@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,10 @@ def prepare() -> None:
     from .enable import Finder, enable
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    Finder({_ARGUMENTS: _train_on_cpu}).install()
+    if _ARGUMENTS in sys.modules:
+        _train_on_cpu(sys.modules[_ARGUMENTS])
+    else:
+        Finder({_ARGUMENTS: _train_on_cpu}).install()
     enable()
 
 

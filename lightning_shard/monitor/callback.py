@@ -168,7 +168,10 @@ class MonitorMixin:
 
     def _write_report(self, trainer: Any) -> None:
         if self.report is not None and self._engine is not None and trainer.is_global_zero:
-            self._engine.report(self.report, trainer.optimizers, self._history)
+            try:
+                self._engine.report(self.report, trainer.optimizers, self._history)
+            except Exception:  # the training is worth more, and its own error, too
+                logger.exception("the report could not be written to %s", self.report)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Drop the engine."""

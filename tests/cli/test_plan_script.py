@@ -214,6 +214,7 @@ def test_the_trainer_of_transformers_is_planned_with_its_precision(
     assert kinds["optimizer state"] == pytest.approx(2 * kinds["parameter"], rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_a_dataset_takes_no_memory_of_the_device(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = DDP.replace("data = loader()\n", "").replace("for step", "data = loader()\nfor step")
     large = text.replace("loader()", "loader(rows=1 << 20)")  # 256 MiB

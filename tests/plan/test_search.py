@@ -53,6 +53,7 @@ def test_with_less_memory_more_is_sharded_then_recomputed() -> None:
     assert best.checkpointing
 
 
+@pytest.mark.exhaustive
 def test_smaller_micro_batches_are_accumulated_where_recomputation_does_not_suffice() -> None:
     least = min(each.nbytes for each in found(1, batch=8).estimates if each.candidate.micro_batch == 4) / MIB
     best = found(1.06 * least, batch=8).best.candidate

@@ -21,7 +21,7 @@ from .process_groups import backend_of, group_over
 from .rendezvous import exchange_texts
 from .streams import accelerator, indexed, orders_streams
 
-__all__ = ["Mesh", "ranks_of_node", "resolve_mesh"]
+__all__ = ["Mesh", "device_for", "ranks_of_node", "resolve_mesh"]
 
 Ranks = Sequence[Sequence[int]]
 """The global ranks of each of several groups."""
@@ -184,6 +184,13 @@ def _checked_device(device: torch.device) -> torch.device:
         there = f" and {kind} devices" if kind else ""
         raise SetupError(f"mesh: {device} is no device of this machine's; shards can be on the CPU{there}.")
     return indexed(device)
+
+
+def device_for(model: nn.Module, mesh: Any) -> torch.device:
+    """Return the device on which a model will compute that is sharded over all ranks. Not collective."""
+    if isinstance(mesh, torch.device) or hasattr(mesh, "device_type"):
+        return _checked_device(mesh if isinstance(mesh, torch.device) else torch.device(mesh.device_type))
+    return _device_of(model, _default_group())
 
 
 def _device_of(model: nn.Module, group: Any) -> torch.device:

@@ -48,8 +48,6 @@ class ShardConfig:
             ``"auto"`` plans the script that calls ``shard``, as ``torch-shard plan`` does, and takes the fastest of these that
             fits `memory`, with the `prefetch` and `offload` that belong to it, and activation checkpointing if nothing fits
             without. Rank 0 runs the script once more for that, up to its first step, in another process.
-        memory: for ``"auto"``, the bytes of each rank's device that training may take, or a text such as ``"70GiB"``. ``None``
-            takes all of a GPU; on CPUs what is free, divided by the ranks of the node.
         units: the parameters that are gathered together. ``None`` plans automatically: the repeated
             blocks, else runs of about `unit_bytes`. Otherwise it is one of:
             module classes and patterns of module names, which may be mixed: each matching module is
@@ -95,6 +93,9 @@ class ShardConfig:
             overlap each other. It is for systems on which two NCCL communicators misbehave.
         registered_memory: gathers fill, and reductions use, memory that NCCL has registered with its communicators
             (``torch.cuda.MemPool``), which it can send without copies of its own. This is for trials: it was never run with NCCL.
+        memory: for ``"auto"``, the bytes of each rank's device, or a text such as ``"70GiB"``. 5 % of it stay free, and on GPUs
+            1 GiB for the context and the communicators. ``None`` takes the memory of the GPU; on CPUs what is free, divided by
+            the ranks of the node.
 
     Raises:
         ConfigError: a value is unknown or of the wrong type; the message starts with the field.
@@ -103,7 +104,6 @@ class ShardConfig:
     """
 
     strategy: Strategy = "full_shard"
-    memory: int | str | None = None
     units: Units = None
     unit_bytes: int = 32 << 20
     prefetch: int = 1
@@ -123,6 +123,7 @@ class ShardConfig:
     debug: bool = False
     single_communicator: bool = False
     registered_memory: bool = False
+    memory: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in get_args(Strategy):

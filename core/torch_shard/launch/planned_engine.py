@@ -30,13 +30,14 @@ class PlannedEngine(Engine):
         alone: a process group of this rank alone, or None without ``torch.distributed``.
 
     Raises:
-        UnavailableError: by methods that save, load or measure, which a script has no use for before its first step.
+        UnavailableError: by methods that save, before the first step is over, and by ``step_in_backward``, which is not planned.
     """
 
     def __init__(self, model: nn.Module, config: ShardConfig, ranks: int, alone: Any) -> None:
         self._stands_in = nn.Linear(1, 1)  # the runtime needs a model
         runtime, _ = build.build(self._stands_in, ShardConfig(strategy="no_shard"), alone)
         super().__init__(model, runtime, make_plan(model, config, ranks), config)
+        self._ranks = ranks
         registry.note(model, self)
 
     def clip_grad_norm_(
@@ -74,6 +75,24 @@ class PlannedEngine(Engine):
         """Load the model's own."""
         return self.model.load_state_dict(state_dict, strict)
 
+    def load(self, *_: Any, **__: Any) -> Any:
+        """Load nothing: values don't matter."""
+
+    def load_optim_state_dict(self, *_: Any, **__: Any) -> None:
+        """Load nothing: values don't matter."""
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Do nothing: what a hook takes is not planned."""
+
+    def grad_norms(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        """Return no norms."""
+        return {}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that is planned for."""
+        return self._ranks
+
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Forget the engine; the model is a plain one."""
         registry.forget(self.model)
@@ -89,8 +108,5 @@ def _unavailable(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "grad_norms", "load", "load_optim_state_dict", "memory_summary", "optim_state_dict", "register_comm_hook", "save",
-    "save_full", "statistics", "step_in_backward",
-):  # fmt: skip
+for _name in ("optim_state_dict", "save", "save_full", "step_in_backward"):
     setattr(PlannedEngine, _name, _unavailable(_name))

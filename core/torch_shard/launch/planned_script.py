@@ -30,23 +30,25 @@ from ..activation_checkpointing import has_checkpointed_layers
 from ..config.shard_config import ShardConfig
 from ..engine import Engine
 from ..errors import ShardError, TraceError
-from ..frontend.launch import run_script
+from ..frontend.launch import read_variables, run_script, values_of
 from ..plan.plan import Plan
 from ..plan.script_step import ScriptStep, real_tensors, trace_script
 from ..plan.settings_search import Hardware, Search, search_with
 from ..plan.step_trace import StepTrace
 from ..plan.user_lines import line_of
+from ..setup.auto_settings import PLANNING
 from ..utils.branch import Branch, branch
 from .on_host import OnHost
 from .planned_engine import PlannedEngine
 from .replace import replace_ddp, replace_fsdp
-from .settings import Overrides
+from .settings import RUNNER_SETTINGS, Overrides
 
 __all__ = ["plan_script"]
 
 _FRONT_ENDS = "torch_shard.planned_scripts"
+_OF_FABRIC = ("LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_STRATEGY")
 # What tells a program that it is one of several ranks, of which there are none here.
-_OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_", "ACCELERATE_", "LT_")
+_OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_", *_OF_FABRIC)
 _RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -89,7 +91,7 @@ class _Script:
                 del os.environ[variable]
         ranks, of_node = self._hardware.ranks, self._hardware.ranks_per_node
         os.environ.update(_RANK_0, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(of_node))
-        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+        os.environ.update({PLANNING: "1"}, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
         error: BaseException | None = None
         try:
             with _fake_group(ranks), OnHost():
@@ -119,8 +121,9 @@ class _Script:
         )
 
     def _prepare(self) -> None:
-        replace_ddp(Overrides({}, on_host=True))
-        replace_fsdp(Overrides({"fsdp": True}))
+        settings = values_of(read_variables(os.environ, RUNNER_SETTINGS))
+        replace_ddp(Overrides(settings, on_host=True))
+        replace_fsdp(Overrides({**settings, "fsdp": True}))
         for entry in importlib.metadata.entry_points(group=_FRONT_ENDS):
             entry.load()()
         engine.instead_of_sharding = self._shard

@@ -360,7 +360,10 @@ class _Searching:
         trace: StepTrace | None = None
         for strategy, prefetch, shard_size, offload in self._strategies():
             candidate = Candidate(strategy, prefetch, shard_size, offload, checkpointing, micro_batch, accumulation)
-            config = candidate.config(self.base)
+            try:
+                config = candidate.config(self.base)
+            except ConfigError:  # what all share does not go with this strategy
+                continue
             plan = make_plan(self.model, config, ranks if shard_size is None else shard_size)
             if trace is None:  # it depends on nothing in which the strategies differ
                 trace = self.trace(plan, config, micro_batch, self.layers if checkpointing else [])

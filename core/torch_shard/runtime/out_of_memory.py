@@ -77,8 +77,11 @@ def _lines(runtime: Runtime, message: str, phase: str, unit: Unit | None) -> Ite
     for kind, nbytes in held.items():
         yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned[kind])})"
     yield "The rest is activations, buffers, temporary tensors, and what else the program keeps."
-    after = "Parameters and optimizer state are unchanged"
-    yield f"{after}; gradients of this backward are dropped." if phase == "backward" else f"{after}."
+    if runtime.in_backward is not None and phase == "backward":
+        yield "Units whose gradients were complete have stepped in this backward; load a checkpoint before training goes on."
+    else:
+        dropped = "; gradients of this backward are dropped" * (phase == "backward")
+        yield f"Parameters and optimizer state are unchanged{dropped}."
     if plan is not None:
         yield from _cheaper(plan, _asked(message))
 
@@ -91,6 +94,8 @@ def _asked(message: str) -> int:
 
 def _cheaper(plan: Plan, asked: int) -> Iterator[str]:
     """Yield what would take less, the two that cost least time first."""
+    if not asked:
+        return
     now = plan.predicted.device_peak
     found = []
     for strategy, offloaded in _slower(plan):
@@ -99,7 +104,7 @@ def _cheaper(plan: Plan, asked: int) -> Iterator[str]:
         if less > 0 and less >= asked:
             found.append(f"{strategy}{' with offload' * offloaded} ({mib(less)} MiB less)")
     if found:
-        yield f"Without other changes these settings would do: {'; '.join(found[:2])}."
+        yield f"These settings would free at least what was asked for: {'; '.join(found[:2])}."
     yield (
         "Activation checkpointing and smaller micro-batches take less for activations. `torch-shard plan` with the script, or "
         'strategy="auto", finds out what fits.'

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .. import errors
-from ..comm.mesh import ranks_of_node
+from ..comm.mesh import device_for, ranks_of_node
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..comm.streams import streams_of
@@ -26,16 +26,21 @@ from ..log import logger
 from ..offload.memory_limits import available
 from ..plan.memory_estimate import mib
 
-__all__ = ["choose_settings"]
+__all__ = ["PLANNING", "choose_settings"]
 
+PLANNING = "TORCH_SHARD_PLANNING"
+"""The variable of the environment that is set where a script is planned."""
+
+_LONGEST = 3600.0  # seconds that the other ranks wait for a plan
 _CHOSEN = ("strategy", "prefetch", "shard_size", "offload")
 
 
-def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[ShardConfig, bool]:
+def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes: bool) -> tuple[ShardConfig, bool]:
     """Return `config` with the settings that fit and are the fastest, and whether layers are to recompute. Collective.
 
     Args:
         model, config, mesh: those of ``shard()``. The ranks must be all of them.
+        recomputes: layers of the model recompute already.
 
     Raises (on all ranks):
         BudgetError: nothing fits.
@@ -48,11 +53,11 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[S
         else 1
     )
     size = getattr(mesh, "size", None)
-    if callable(size) and size() != world:
+    if isinstance(mesh, (tuple, list)) or getattr(mesh, "ndim", 1) > 1 or (callable(size) and size() != world):
         raise ConfigError(
             f'strategy="auto" is for one model over all {world} ranks; name a strategy for a part of them.'
         )
-    device = _device(model, mesh)
+    device = device_for(model, mesh)
     answer: dict[str, Any] = {}
     if world == 1 or torch.distributed.get_rank() == 0:
         try:
@@ -62,34 +67,36 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[S
             answer = {"error": kind, "text": str(error)}
     if world > 1:
         _, texts = exchange_texts(
-            list(range(world)), "torch_shard/auto", json.dumps(answer), group_timeout(device), "the plan of rank 0"
+            list(range(world)),
+            "torch_shard/auto",
+            json.dumps(answer),
+            max(_LONGEST, group_timeout(device)),
+            "the plan of rank 0",
         )
         answer = json.loads(texts[0])
     if "error" in answer:
         raise getattr(errors, answer["error"])(f'strategy="auto": {answer["text"]}')
     chosen = dataclasses.replace(config, memory=None, **{name: answer["candidate"][name] for name in _CHOSEN})
     logger.info('strategy="auto" has chosen: %s (%s MiB)', answer["settings"], mib(answer["nbytes"]))
-    return chosen, bool(answer["candidate"]["checkpointing"])
-
-
-def _device(model: nn.Module, mesh: Any) -> torch.device:
-    if isinstance(mesh, torch.device):
-        return mesh
-    kind = getattr(mesh, "device_type", None)
-    if isinstance(kind, str):
-        return torch.device(kind)
-    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    return chosen, bool(answer["candidate"]["checkpointing"]) and not recomputes
 
 
 def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str, Any]:
     """Return the best candidate of ``torch-shard plan --json`` for this program."""
+    if PLANNING in os.environ:
+        raise errors.TraceError(
+            "the script starts processes that shard; only what it does in its own process can be planned."
+        )
     of_node = min(ranks_of_node() or world, world)
+    if world % of_node:
+        raise ConfigError(f"{world} ranks are not as many on each node, where {of_node} fit; set LOCAL_WORLD_SIZE.")
     memory = config.memory if config.memory is not None else _memory(device, of_node)
     command = [sys.executable, "-m", "torch_shard", "plan", "--json", "--memory", f"{memory}B"]
     command += ["--gpus", str(of_node), "--nodes", str(world // of_node)]
     command += ["--device", "cpu"] if device.type == "cpu" else []
     ended = subprocess.run([*command, *_program()], capture_output=True, text=True, check=False)
     if ended.returncode not in (0, 1):
+        logger.warning("the plan of this script has failed:\n%s", ended.stderr)
         last = ended.stderr.strip().splitlines()[-1:] or ["no message"]
         raise errors.TraceError(
             f"{last[0].removeprefix('torch-shard: ')} Name a strategy, or remove what can't be planned."

@@ -29,8 +29,9 @@ class Branch:
 
         Nothing is cleaned up: what was open belongs to the process that branched.
         """
+        text = pickle.dumps(result)
         with os.fdopen(self._pipe, "wb") as pipe:
-            pickle.dump(result, pipe)
+            pipe.write(len(text).to_bytes(8, "little") + text)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -52,7 +53,8 @@ def branch() -> Branch | Any:
         return Branch(write)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        told = pipe.read()
+        size = pipe.read(8)  # not to the end, which processes that the branch has started may hold open
+        told = pipe.read(int.from_bytes(size, "little"))
     _, status = os.waitpid(pid, 0)
     if not told:
         code = os.waitstatus_to_exitcode(status)
