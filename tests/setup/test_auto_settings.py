@@ -86,7 +86,13 @@ def printed(folder: Path, text: str, *arguments: Any) -> list[Any]:
     path = folder / "train.py"
     path.write_text(COMMON + text)
     out = run_python(*arguments[:-1], path, arguments[-1], folder=folder).stdout
-    return [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    found, decoder = [], json.JSONDecoder()
+    for line in out.splitlines():
+        while line.startswith("["):  # both ranks may write at once, and what they write may come in one line
+            entry, end = decoder.raw_decode(line)
+            found.append(entry)
+            line = line[end:]
+    return found
 
 
 def expected_losses() -> list[float]:
