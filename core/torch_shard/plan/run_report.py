@@ -129,11 +129,7 @@ def _time_plot(history: Sequence[Moment]) -> str:
         axes.stackplot(
             steps, [rest, *waits], labels=labels, colors=["#59a14f", *(colour for _, colour in _WAITS.values())]
         )
-        axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
-        axes.set_ylim(0)
-        axes.set_xlabel("step")
-        axes.set_ylabel("ms")
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        _over_steps(axes, steps, "ms")
 
     return svg(draw, 3.0)
 
@@ -147,13 +143,17 @@ def _history_plot(history: Sequence[Moment], predicted: Any) -> str:
         axes.stackplot(steps, resident, gathered, labels=["resident", "gathered, at most"], colors=colours)
         planned = (predicted.total + predicted.gathered_peak) / _MIB
         axes.axhline(planned, color=TEXT, linestyle="--", label="planned")
-        axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
-        axes.set_ylim(0)
-        axes.set_xlabel("step")
-        axes.set_ylabel("MiB")
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        _over_steps(axes, steps, "MiB")
 
     return svg(draw, 3.0)
+
+
+def _over_steps(axes: Any, steps: Sequence[int], unit: str) -> None:
+    axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
+    axes.set_ylim(0)
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _history_table(history: Sequence[Moment]) -> str:
