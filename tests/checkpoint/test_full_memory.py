@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,45 +9,13 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.support.peak_memory import peak
 from tests.support.ranks import ranks
 
 UNIT = 4 << 20
 UNITS = 12
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
-
-
-def anonymous() -> int:
-    """Bytes of this process that no file backs."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
-
-
-class Peak:
-    """The highest value above that at the beginning."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-
-@contextlib.contextmanager
-def peak() -> Iterator[Peak]:
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
-    found, stop, base = Peak(), threading.Event(), anonymous()
-
-    def look() -> None:
-        while not stop.wait(0.0005):
-            found.bytes = max(found.bytes, anonymous() - base)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join()
 
 
 def blocks(seed: int) -> tuple[nn.Module, torch_shard.Engine, torch.optim.Optimizer]:

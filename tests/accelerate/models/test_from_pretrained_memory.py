@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import transformers
 import torch_shard
 from accelerate_shard import from_pretrained
 from tests.accelerate.support.accelerators import OURS, accelerator
-from tests.checkpoint.test_full_memory import peak
+from tests.support.peak_memory import peak, return_freed_memory
 from tests.support.ranks import ranks
 
 pytestmark = [
@@ -34,8 +32,7 @@ def config(experts: int) -> transformers.PreTrainedConfig:
 @pytest.mark.parametrize(("experts", "dtype"), [(0, torch.bfloat16), (4, None)])
 @ranks(2, fresh=True)
 def test_a_rank_holds_its_shard_and_two_units_at_most(rank, experts, dtype, tmp_path):
-    with contextlib.suppress(AttributeError, OSError):  # what is freed goes back at once, and is not kept for later
-        ctypes.CDLL(None).mallopt(-3, 256 << 10)  # M_MMAP_THRESHOLD
+    return_freed_memory()
     cls = transformers.AutoModelForCausalLM
     if rank == 0:
         model = cls.from_config(config(experts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -69,8 +70,8 @@ def test_epochs_leave_no_objects_and_take_no_memory_after_the_first(rank, world_
     # something for good: scores of the two best checkpoints, for example.
     grown = objects[-1] - objects[1]
     assert set(grown) <= {"tensors"} and grown["tensors"] < 2, grown
-    # Of a leak at each step a dozen of Python's blocks would show.
-    assert blocks[-1] < blocks[1] + 12 * (EPOCHS - 2) * STEPS, blocks
+    # Of a leak at each step a dozen of Python's blocks would show, in every epoch; a module that is imported late shows in one.
+    assert min(after - before for before, after in itertools.pairwise(blocks[1:])) < 12 * STEPS, blocks
 
 
 @ranks(2)

@@ -168,7 +168,8 @@ class FullLoad:
     def load_model(self) -> None:
         """Copy this rank's shards of the model's entries, which fit, into the model."""
         try:
-            self.root.load_state_dict(self.model, strict=self.strict)
+            with self.runtime.versions.change():  # one change, and no edits that are kept to be taken back
+                self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
             raise StateDictError(
                 f"{self.file.path}: a module failed while its values were being loaded, so that some have been overwritten; load "
