@@ -47,17 +47,18 @@ class Engine:
     Attributes:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
         config: the :class:`~torch_shard.config.shard_config.ShardConfig` in use.
+        recomputes: whether ``strategy="auto"`` has made layers recompute, until :meth:`close`.
     """
 
     _pending: PendingSave | None = None  # the last asynchronous save
     _staging: SnapshotMemory | None = None  # the host memory that such saves copy to
-    _recomputes = False  # strategy="auto" has made layers recompute
 
     def __init__(self, model: nn.Module, runtime: Runtime, plan: Plan, config: ShardConfig) -> None:
         self._model = weakref.ref(model)
         self._runtime = runtime
         self.plan = plan
         self.config = config
+        self.recomputes = False
         registry.note_runtime(runtime, self)
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
@@ -661,7 +662,7 @@ class Engine:
             each(self._runtime, "engine.close", self.finish_saving)
         units = list(self.units)
         close_units(self._runtime, optimizers, self.model)
-        if self._recomputes:
+        if self.recomputes:
             keep_activations(self.model)
         self._let_go(units)  # last: a close that is refused must leave the hooks
         self._runtime.collectives.drop_spares()
@@ -749,7 +750,7 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
     with checkpointed_layers(model, recompute, config.units):
         runtime, plan = build.build(model, config, mesh)
     engine = Engine(model, runtime, plan, config)
-    engine._recomputes = recompute
+    engine.recomputes = recompute
     registry.note(model, engine)
     return engine
 

@@ -14,9 +14,10 @@ __all__ = ["prepare"]
 
 def prepare() -> None:
     """Make programs that are run in this process from now on shard, and need no device. Not collective."""
+    from .settings import read_settings
     from .takeover import take_over
 
-    take_over({}, [])
+    take_over(read_settings([], os.environ)[0], [])
     AfterImport(_private.ROOTS, _follow).install()
     for name in _private.ROOTS:
         if name in sys.modules:

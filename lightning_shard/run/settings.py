@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, get_args
 
 from torch_shard.frontend.launch import (
@@ -27,13 +27,15 @@ _ALL = (
 )
 
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def read_settings(arguments: Sequence[str], environment: MutableMapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings by the names of fields, and the arguments behind them. Not collective.
+
+    `environment` gets the arguments as variables.
 
     Raises:
         ConfigError: a setting is unknown, or its value is wrong or missing.
     """
-    given, rest = read_arguments(arguments, _ALL)
+    given, rest = read_arguments(arguments, _ALL, environment)
     settings = values_of({**read_variables(environment, _ALL), **given})
     if settings.get("timeout", 0) is None:  # as long as the process group waits, which is the default here
         del settings["timeout"]

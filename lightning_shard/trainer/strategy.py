@@ -156,7 +156,8 @@ class TrainerStrategyMixin(
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
         engine = self._reusable_engine(fitting, config)
-        keep_activations(self.model)  # an earlier run may have chosen others
+        if engine is None or not engine.recomputes:
+            keep_activations(self.model)  # an earlier run may have chosen others
         with checkpointed_layers(self.model, self._checkpointed, config.units, self._offloaded):
             if engine is None:
                 self._shard(config, fitting)

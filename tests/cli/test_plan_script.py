@@ -64,6 +64,25 @@ for x, y in loader():
     engine.save("checkpoint")
 """
 
+MESH = SHARD.replace(
+    "dist.init_process_group()",
+    'mesh = dist.device_mesh.init_device_mesh("cuda", (4,))\nassert dist.get_world_size() == 4',
+).replace("shard(model)", "shard(model, mesh=mesh)")
+
+ACCUMULATES = """
+import torch_shard
+
+dist.init_process_group()
+model = net()
+torch_shard.shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for step, (x, y) in enumerate(loader(4096, 40960), start=1):
+    nn.functional.cross_entropy(model(x), y).backward()
+    if step % int(sys.argv[1]) == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 LIGHTNING = """
 import lightning
 
@@ -185,18 +204,17 @@ def test_the_first_step_of_a_ddp_script_is_planned_as_the_same_step_in_code(
     "text",
     [
         SHARD,
+        pytest.param(MESH, marks=pytest.mark.exhaustive),
         pytest.param(LIGHTNING, marks=pytest.mark.exhaustive),
         pytest.param(FABRIC, marks=pytest.mark.exhaustive),
         pytest.param(ACCELERATE, marks=pytest.mark.exhaustive),
     ],
-    ids=["shard", "Lightning", "Fabric", "Accelerate"],
+    ids=["shard", "mesh", "Lightning", "Fabric", "Accelerate"],
 )
 def test_scripts_of_every_kind_are_planned(tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str) -> None:
     found = by_settings(planned(capfd, script(tmp_path, text))["candidates"])
-    for (
-        settings,
-        nbytes,
-    ) in expected().items():  # gradients are cleared before the forward or after it, metrics are kept
+    # Gradients are cleared before the forward or after it, and metrics are kept.
+    for settings, nbytes in expected().items():
         assert 0.7 * nbytes < found[settings] < 1.05 * nbytes, settings
     assert not Path("checkpoint").exists()
 
@@ -223,6 +241,13 @@ def test_a_dataset_takes_no_memory_of_the_device(tmp_path: Path, capfd: pytest.C
         assert main(["plan", "--json", "--gpus", "4", script(tmp_path, each)]) == 0
         found.append(by_settings(json.loads(capfd.readouterr().out)["candidates"]))
     assert found[0] == found[1]
+
+
+@pytest.mark.exhaustive
+def test_batches_that_the_script_has_dropped_take_no_memory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = script(tmp_path, ACCUMULATES)
+    two, eight = (by_settings(planned(capfd, path, "--", steps)["candidates"]) for steps in ("2", "8"))
+    assert two == eight
 
 
 def test_what_follows_two_dashes_is_the_scripts_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

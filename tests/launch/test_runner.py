@@ -92,13 +92,15 @@ def test_fsdp_is_replaced_where_the_launch_says_so(tmp_path):
 
 def test_settings_stand_before_the_script():
     words = ["--shard.strategy=no_shard", "--shard.timeout", "none", "--shard.debug", "a.py", "--shard.strategy=x"]
-    found, rest = read_arguments(words, RUNNER_SETTINGS)
+    variables: dict[str, str] = {}
+    found, rest = read_arguments(words, RUNNER_SETTINGS, variables)
     assert {field: value for field, (_, value) in found.items()} == {
         "strategy": "no_shard",
         "timeout": None,
         "debug": True,
     }
     assert rest == ["a.py", "--shard.strategy=x"]
+    assert variables == {"SHARD_STRATEGY": "no_shard", "SHARD_TIMEOUT": "none", "SHARD_DEBUG": "true"}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_settings_stand_before_the_script():
 )
 def test_wrong_settings_name_the_argument(words, said):
     with pytest.raises(ConfigError, match=said):
-        read_arguments(words, RUNNER_SETTINGS)
+        read_arguments(words, RUNNER_SETTINGS, {})
 
 
 @pytest.mark.parametrize(

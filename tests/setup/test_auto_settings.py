@@ -146,6 +146,26 @@ def test_lightning_knows_it_by_name(tmp_path: Path) -> None:
     assert len(found) == 2 and found[0] == found[1] != ["auto"]
 
 
+@pytest.mark.exhaustive
+def test_layers_still_recompute_in_a_second_fit_of_lightning_with_the_same_engine(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    text = LIGHTNING.replace("import lightning", "import lightning, lightning_shard", 1)
+    text = text.replace(
+        '"shard_auto"', 'lightning_shard.ShardStrategy(strategy="auto", memory="60MiB", unshard_at_end=False)'
+    )
+    text = text.replace("devices=2, max_steps=2", "devices=1, max_epochs=1, limit_train_batches=1").replace(
+        "json.dumps([trainer.strategy.engine.config.strategy])",
+        "json.dumps([torch_shard.activation_checkpointing.has_checkpointed_layers(module), id(trainer.strategy.engine)])",
+    )
+    text = text.replace("batch_size=64", "batch_size=4096").replace(
+        "trainer.fit(Module(), data)",
+        "module = Module()\nfor epochs in (1, 2):\n    trainer.fit_loop.max_epochs = epochs\n    trainer.fit(module, data)",
+    )
+    first, second = printed(tmp_path, text, "-u", "")
+    assert first == second
+    assert first[0] is True
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

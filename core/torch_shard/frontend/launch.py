@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -74,12 +74,17 @@ FRONT_END_SETTINGS = (
 
 
 def read_arguments(
-    arguments: Sequence[str], settings: Iterable[Setting]
+    arguments: Sequence[str], settings: Iterable[Setting], environment: MutableMapping[str, str]
 ) -> tuple[dict[str, tuple[str, Any]], list[str]]:
     """Return the values of ``--shard.field=text`` arguments by field, each with the argument's name, and what follows them.
 
     The settings stand before the script's name; those behind it are the script's own. ``--shard.field text`` and, for a
     setting that is true or false, ``--shard.field`` alone mean the same. Not collective.
+
+    Args:
+        arguments: those of the command line.
+        settings: the settings that are known.
+        environment: gets the arguments as variables, for the processes that this one starts, as ``strategy="auto"`` does.
 
     Raises:
         ConfigError: a setting is unknown, or its value is wrong or missing.
@@ -103,6 +108,7 @@ def read_arguments(
             else:
                 raise ConfigError(f"{argument} must be {setting.form}; nothing was given.")
         found[setting.field] = (argument, read_value(setting, argument, text))
+        environment[setting.variable] = text
     return found, rest
 
 

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch.distributed as dist
+import torch.distributed.device_mesh as device_mesh
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  makes the backend known
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -175,5 +176,6 @@ def _fake_group(ranks: int) -> Iterator[None]:
     def fake(*args: Any, **kwargs: Any) -> None:
         init("fake", rank=0, world_size=ranks, store=HashStore())
 
-    with patch.object(dist, "init_process_group", fake):
+    # init_device_mesh() makes a group if there is none.
+    with patch.object(dist, "init_process_group", fake), patch.object(device_mesh, "init_process_group", fake):
         yield

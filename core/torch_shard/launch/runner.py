@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = _parser()
     try:
-        found, rest = read_arguments(argv, RUNNER_SETTINGS)
+        found, rest = read_arguments(argv, RUNNER_SETTINGS, os.environ)
         settings = values_of(read_variables(os.environ, RUNNER_SETTINGS)) | values_of(found)
     except ConfigError as error:
         parser.exit(MISUSED, f"torch_shard: {error}\n")

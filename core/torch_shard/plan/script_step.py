@@ -162,9 +162,8 @@ def _loading_outside() -> Iterator[None]:
             workers = getattr(self, "num_workers", 0)
             with real_tensors():
                 if isinstance(self, loading.DataLoader):
-                    self.num_workers = (
-                        0  # a worker would be a copy of this process, where fakes are in the place of tensors
-                    )
+                    # A worker would be a copy of this process, where fakes are in the place of tensors.
+                    self.num_workers = 0
                 try:
                     return load(self, *args)
                 finally:

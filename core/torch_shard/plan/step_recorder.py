@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException as DataDe
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import TraceError
 from .fake_model import FakeModel
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self._tasks: list[int] = []  # autograd's graph tasks that run, the innermost last
         self._used: set[str] = set()
         self._arrived: dict[str, int] = {}
-        self._inputs: dict[int, tuple[torch.Tensor, FakeTensor]] = {}
+        self._inputs = WeakIdKeyDictionary()  # the fakes of real tensors from outside the step, while these live
         self._placing: str | None = None
         self.failure: Failure | None = None
 
@@ -406,17 +407,17 @@ class Recorder(TorchDispatchMode):
                 f"a parameter or buffer of the model is used at {line_of(sys._getframe())} as an object that was taken from it "
                 "before the trace: take it from the model inside the step."
             )
-        known = self._inputs.get(id(value))
-        if known is None:
+        fake: FakeTensor | None = self._inputs.get(value)
+        if fake is None:
             place = self._device if value.is_meta or self._all_on_device else value.device.type
             if value.device.type == "cpu":
                 fake = self._fake_mode.from_tensor(value)
             else:
                 shadow = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
                 fake = FakeTensor(self._fake_mode, shadow, torch.device("cpu"))
-            known = self._inputs[id(value)] = (value, fake)
+            self._inputs[value] = fake
             self._record(fake, place).kind = "input"
-        return known[1]
+        return fake
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
