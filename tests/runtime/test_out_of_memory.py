@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_shard
 from tests.support.ranks import ranks
+from torch_shard.comm.streams import Streams
+from torch_shard.errors import MissingRankError
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has a total capacity of 23.69 GiB of which 0.50 MiB is free."
@@ -90,6 +94,50 @@ def test_the_error_says_what_holds_the_memory_and_training_goes_on(rank: int, st
         assert f"free at least what was asked for: {wanted}" in text
     assert "torch-shard plan" in text
     engine.close()
+
+
+@ranks(2, fresh=True)
+def test_ranks_that_wait_in_vain_quote_the_one_that_ran_out_of_memory(rank: int) -> None:
+    model = nn.Sequential(*[Hungry() for _ in range(3)])
+    torch_shard.shard(model, units=[Hungry], timeout=3.0, alone="error")
+    x = torch.ones(2, 256)
+    model(x).sum().backward()
+    if rank == 1:
+        model[1].fails_in = "forward"
+        with pytest.raises(torch.OutOfMemoryError):
+            model(x)
+    else:
+        with pytest.raises(
+            MissingRankError, match=r"rank 1 ran out of memory in the forward of 1 at \S*test_out_of_memory"
+        ):
+            model(x).sum().backward()
+    dist.barrier()
+
+
+@ranks(2, may_die=(1,))
+def test_the_others_quote_a_rank_that_has_died_for_want_of_memory(rank: int) -> None:
+    model = nn.Sequential(*[Hungry() for _ in range(3)])
+    torch_shard.shard(model, units=[Hungry])
+    model[1].fails_in = "forward" if rank == 1 else ""
+    try:
+        with pytest.raises(
+            MissingRankError, match=r"probably died; see its log. Rank 1 ran out of memory in the forward of 1"
+        ):
+            model(torch.ones(2, 256)).sum().backward()
+    except torch.OutOfMemoryError:
+        os._exit(1)
+
+
+def test_on_a_device_the_rest_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Hungry())
+    torch_shard.shard(model, strategy="no_shard")
+    monkeypatch.setattr(Streams, "allocated_memory", lambda self: 10 << 20)
+    model[0].fails_in = "forward"
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        model(torch.ones(2, 256))
+    size = (256 * 256 + 256) * 4 / 2**20
+    (rest,) = re.findall(r"The rest, ([\d.]+) MiB, is activations", str(caught.value))
+    assert float(rest) == pytest.approx(10 - size, abs=0.02)
 
 
 def test_other_errors_are_left_as_they_are() -> None:

@@ -184,7 +184,7 @@ class Collectives:
         try:
             return operation(channel.group, *args)
         except dist.DistBackendError as error:
-            raise_if_lost(channel, self.world_rank, what, error)
+            raise_if_lost(self.watchdog, channel, what, error)
             raise
 
     def _track(self, channel: Channel, what: str, work: Any, stream: Any, buffers: Any) -> Pending:

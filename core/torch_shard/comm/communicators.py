@@ -131,7 +131,7 @@ def _begin_all(c: Collectives, groups: ProcessGroups) -> None:
             try:
                 dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
             except dist.DistBackendError as error:
-                raise_if_lost(channel, c.world_rank, what, error)
+                raise_if_lost(watchdog, channel, what, error)
                 raise
     groups.begun.update(watchdog.channels)
 

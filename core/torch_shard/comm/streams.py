@@ -127,6 +127,10 @@ class Streams:
         """Return the bytes of the device's own memory; None if it has none beside the host's."""
         return None
 
+    def allocated_memory(self) -> int | None:
+        """Return the bytes of the device's own memory that tensors hold now; None if it has none beside the host's."""
+        return None
+
     def random_state(self) -> torch.Tensor | None:
         """Return the state of the device's random generator; None if it has none beside the CPU's."""
         return None
@@ -202,6 +206,9 @@ class DeviceStreams(Streams):
 
     def total_memory(self) -> int | None:
         return int(self._torch.get_device_properties(self.device).total_memory)
+
+    def allocated_memory(self) -> int | None:
+        return int(self._torch.memory_allocated(self.device))
 
     def random_state(self) -> torch.Tensor | None:
         return self._torch.get_rng_state(self.device)  # type: ignore[no-any-return]

@@ -63,7 +63,8 @@ class Watchdog:
         )
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + self.size / 1000
-        self._posts: Messages | None = None  # what each rank waits in
+        self._posts: Messages | None = None  # what each rank waits in, or has told
+        self._told = False
         self.on_streams = False  # NCCL: see ends_within and host_barrier
         self.stream_waits: StreamWaits | None = None  # NCCL: measures how long streams wait, if that was requested
 
@@ -79,7 +80,10 @@ class Watchdog:
         return max(self._timeout, FIRST_STEP) if early else self._timeout
 
     def note_step(self) -> None:
-        """Note that an optimizer has stepped. Not collective."""
+        """Note that an optimizer has stepped, and withdraw what was told before. Not collective."""
+        if self._told:
+            self._told = False
+            self._withdraw()
         if "control" in self.channels:
             self.channels["control"].groups.has_stepped = True
 
@@ -93,12 +97,32 @@ class Watchdog:
         finally:
             self._timeout = before
 
+    def tell(self, trouble: str) -> None:
+        """Have ranks that wait for this one in vain quote its trouble, until its next optimizer step. Not collective.
+
+        It is a sentence without the subject: "ran out of memory in the forward".
+        """
+        if self.size > 1:
+            self._told = True
+            self._write(["", 0, trouble, caller_line(), {}])
+
+    def troubles(self) -> str:
+        """Return what other ranks have told, as sentences behind a space. Not collective."""
+        try:
+            found = Messages(default_store(), self.key).read()
+        except (RuntimeError, ValueError):  # the rank that serves the store is gone, or the process group
+            return ""
+        posts = {rank: json.loads(text) for rank, text in sorted(found.items()) if text}
+        return "".join(f" Rank {rank} {post[2]} at {post[3]}." for rank, post in posts.items() if not post[0])
+
     def _post(self, channel: Channel, number: int, what: str) -> None:
-        post = json.dumps([channel.name, number, what, caller_line(), channel.groups.issued])
+        self._write([channel.name, number, what, caller_line(), channel.groups.issued])
+
+    def _write(self, post: list[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone: the wait itself fails
             if self._posts is None:
                 self._posts = Messages(default_store(), self.key)
-            self._posts.write(self.rank, post)
+            self._posts.write(self.rank, json.dumps(post))
 
     def _withdraw(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -124,7 +148,7 @@ class Watchdog:
         comparisons = pending.channel.groups.comparisons
         comparisons.finish(only_if_known=True)  # it may say why this collective does not end, or has failed
         pending.channel.check()
-        if self.on_streams and ends_within(work, self.first_tick.total_seconds(), pending, self.rank):
+        if self.on_streams and ends_within(work, self.first_tick.total_seconds(), pending):
             return
         groups = pending.channel.groups
         begin = time.monotonic() - FIRST_TICK
@@ -135,7 +159,7 @@ class Watchdog:
         posts: dict[int, Any] = {}
         try:
             while True:
-                if ends_within(work, self._tick, pending, self.rank):
+                if ends_within(work, self._tick, pending):
                     return
                 if comparisons.finish(only_if_known=True):  # it may have waited, with posts of its own
                     self._post(pending.channel, pending.number, pending.what)
@@ -281,7 +305,7 @@ class Watchdog:
         # One service is asked, since each may let this rank wait.
         place = (self.place_of(silent[0]) if silent else "") or "or is gone"
         return "; ".join(
-            f"rank {rank} waits in {posts[rank][2]} at {posts[rank][3]}"
+            f"rank {rank} {'waits in ' * bool(posts[rank][0])}{posts[rank][2]} at {posts[rank][3]}"
             if rank in posts
             else f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), "
             f"{place if rank == silent[0] else 'or is gone'})"
@@ -320,6 +344,6 @@ def blocking(
     try:
         work = function(*args, group=channel.group, async_op=True, **kwargs)
     except dist.DistBackendError as error:
-        raise_if_lost(channel, watchdog.rank, what, error)
+        raise_if_lost(watchdog, channel, what, error)
         raise
     Pending(watchdog, channel, number, what, work, ordered=ordered).wait()

@@ -180,7 +180,7 @@ class Pending:
             return True
         begun = time.perf_counter()
         try:
-            return ends_within(self.work, seconds, self, self.watchdog.rank)
+            return ends_within(self.work, seconds, self)
         finally:
             if self.event is None:  # with an event, training waits on the stream, and StreamWaits counts that
                 self.channel.waited += time.perf_counter() - begun
@@ -231,7 +231,7 @@ def _ends(work: Any, within: timedelta) -> bool:
     return True
 
 
-def raise_if_lost(channel: Channel, rank: int, what: str, error: RuntimeError) -> None:
+def raise_if_lost(watchdog: Watchdog, channel: Channel, what: str, error: RuntimeError) -> None:
     """Raise a MissingRankError if `error` is a backend's that can't reach another rank, and tell the others; else return."""
     reason = str(error).partition("\n")[0]  # NCCL's goes on with what each of its threads was doing
     if isinstance(error, dist.DistBackendError):  # or the device, or the call, is wrong
@@ -240,9 +240,10 @@ def raise_if_lost(channel: Channel, rank: int, what: str, error: RuntimeError) -
         is_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
     if is_lost:
         failure = MissingRankError(
-            f"rank {rank}: {what} failed at {caller_line()}: another rank has probably died; see its log. ({reason})"
+            f"rank {watchdog.rank}: {what} failed at {caller_line()}: another rank has probably died; see its log."
+            f"{watchdog.troubles()} ({reason})"
         )
-        channel.groups.abort(rank, failure)
+        channel.groups.abort(watchdog.rank, failure)
         raise failure from error
 
 
@@ -264,7 +265,7 @@ class Works:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
-def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
+def ends_within(work: Any, seconds: float, pending: Pending) -> bool:
     """Return True when `work` is done, and False if it still runs after `seconds`.
 
     Raises:
@@ -287,6 +288,6 @@ def ends_within(work: Any, seconds: float, pending: Pending, rank: int) -> bool:
                 return False
             work.wait()  # returns if the collective succeeded just after the time was up, else raises its error again
     except RuntimeError as error:
-        raise_if_lost(pending.channel, rank, pending.what, error)
+        raise_if_lost(pending.watchdog, pending.channel, pending.what, error)
         raise
     return True

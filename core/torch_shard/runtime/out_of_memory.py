@@ -45,8 +45,10 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
         return
     if "torch_shard" in vars(error):
         return  # by an inner module, or another engine
+    where = "" if unit is None else f" of {unit.name}"
+    runtime.collectives.watchdog.tell(f"ran out of memory in the {phase}{where}")
     try:
-        text = "\n".join([str(error), *_lines(runtime, str(error), phase, unit)])
+        text = "\n".join([str(error), *_lines(runtime, str(error), phase, where)])
     except Exception:  # it must not replace the error itself
         logger.exception("what holds the memory can't be said", extra=ANY_RANK)
         return
@@ -54,8 +56,8 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
     error.args = (text, *error.args[1:])
 
 
-def _lines(runtime: Runtime, message: str, phase: str, unit: Unit | None) -> Iterator[str]:
-    rank, where = runtime.collectives.world_rank, "" if unit is None else f" of {unit.name}"
+def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[str]:
+    rank = runtime.collectives.world_rank
     yield f"rank {rank}: memory has run out in the {phase}{where}. This rank holds, and was planned to hold:"
     engine = registry.engine_for_runtime(runtime)
     plan: Plan | None = None if engine is None else engine.plan
@@ -76,7 +78,9 @@ def _lines(runtime: Runtime, message: str, phase: str, unit: Unit | None) -> Ite
         )
     for kind, nbytes in held.items():
         yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned[kind])})"
-    yield "The rest is activations, buffers, temporary tensors, and what else the program keeps."
+    allocated = runtime.collectives.streams.allocated_memory()
+    rest = "" if allocated is None else f", {mib(max(0, allocated - sum(held.values())))} MiB,"
+    yield f"The rest{rest} is activations, buffers, temporary tensors, and what else the program keeps."
     if runtime.in_backward is not None and phase == "backward":
         yield "Units whose gradients were complete have stepped in this backward; load a checkpoint before training goes on."
     else:
