@@ -1,4 +1,4 @@
-"""``python -m accelerate_shard [-m] script [arguments]``: run an unmodified script with sharded models.
+"""``python -m accelerate_shard [--report FILE] [-m] script [arguments]``: run an unmodified script with sharded models.
 
 It works under ``accelerate launch --config_file x.yaml -m accelerate_shard train.py ...``, under torchrun, and in a single
 process. The script finds ``accelerate.Accelerator`` and ``transformers.Trainer`` replaced, and everything else as if Python had
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     from torch_shard.frontend.launch import run_script
 
-    run_script("accelerate_shard", options.script, options.arguments, options.module, _prepare)
+    run_script("accelerate_shard", options.script, options.arguments, options.module, _prepare, options.report)
 
 
 def _prepare() -> None:
@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="accelerate launch --config_file config.yaml -m accelerate_shard train.py --lr 1e-4",
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
+    parser.add_argument(
+        "--report", metavar="FILE", help="write a page (.html) with pictures of the training when the script ends"
+    )
     parser.add_argument("script", help="path of a script, or with -m the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser

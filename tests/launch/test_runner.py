@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,13 +77,40 @@ def launched(folder: Path, text: str, *before: str, arguments: tuple[str, ...] =
 
 def test_a_script_for_ddp_gives_the_same_numbers_and_the_same_file(tmp_path):
     plain = launched(tmp_path, DDP, arguments=("ddp.pt",))
-    ours = launched(tmp_path, DDP, "-m", "torch_shard", "--shard.strategy=full_shard", arguments=("shard.pt",))
+    runner = ("-m", "torch_shard", "--shard.strategy=full_shard", "--report", "run.html")
+    ours = launched(tmp_path, DDP, *runner, arguments=("shard.pt",))
     norms = [line for line in plain.splitlines() if line.startswith("norm")]
     assert len(norms) == 4 and [line for line in ours.splitlines() if line.startswith("norm")] == norms
     assert "KIND Parameter torch.nn.parallel.distributed ['train.py', 'ddp.pt'] __main__" in plain
     assert "KIND ShardTensor torch_shard.launch.distributed_data_parallel ['train.py', 'shard.pt'] __main__" in ours
     expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("ddp", "shard"))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    page = (tmp_path / "run.html").read_text()
+    assert "<h1>Sequential, rank 0 of 2</h1>" in page
+    assert re.findall(r"<td>(\d+)</td>(?:<td>[\d.,]+</td>){7}", page) == [
+        "2",
+        "3",
+        "4",
+    ]  # not the first step, which sets up
+
+
+@pytest.mark.exhaustive
+def test_a_report_of_many_steps_has_means_and_is_written_after_an_error(tmp_path):
+    text = DDP.replace("range(4)", "range(450)").replace(
+        "    loss.backward()", "    assert rank or step < 430\n    loss.backward()"
+    )
+    (tmp_path / "train.py").write_text(text.replace("if rank == 0:\n        with", "if rank > 1:\n        with"))
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "torch_shard")
+    run_python(*launch, "--report", "run.html", "train.py", "x.pt", folder=tmp_path, expected=1)
+    page = (tmp_path / "run.html").read_text()
+    steps = [int(step) for step in re.findall(r"<td>(\d+)</td>(?:<td>[\d.,]+</td>){7}", page)]
+    assert steps[-1] == 428 and {b - a for a, b in itertools.pairwise(steps)} == {4}
+
+
+def test_a_report_that_cannot_be_written_ends_the_launch(tmp_path):
+    (tmp_path / "train.py").write_text("print('begun')")
+    done = run_python("-m", "torch_shard", "--report", "none/run.html", "train.py", folder=tmp_path, expected=2)
+    assert "--report" in done.stderr and "begun" not in done.stdout
 
 
 @pytest.mark.exhaustive

@@ -6,6 +6,7 @@ script that knows nothing of this package.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -112,7 +113,14 @@ def read_arguments(
     return found, rest
 
 
-def run_script(runner: str, name: str, arguments: Sequence[str], is_module: bool, prepare: Callable[[], None]) -> None:
+def run_script(
+    runner: str,
+    name: str,
+    arguments: Sequence[str],
+    is_module: bool,
+    prepare: Callable[[], None],
+    report: str | None = None,
+) -> None:
     """Run a script, or a module, as the main program of this process. Not collective.
 
     Args:
@@ -121,14 +129,20 @@ def run_script(runner: str, name: str, arguments: Sequence[str], is_module: bool
         arguments: the script's own.
         is_module: `name` is a module's.
         prepare: a function that is called first. A ``ShardError`` that it raises is written without a traceback.
+        report: the file of a page about the training, see :func:`.reports.reporting`; None for no page.
 
     Raises:
-        SystemExit: with code :data:`MISUSED`: `prepare` has failed or there is no such script, which has been said on standard
-            error.
+        SystemExit: with code :data:`MISUSED`: `prepare` has failed, the report can't be written or there is no such script, which
+            has been said on standard error.
         Exception: what the script raises. The runner's frames are left out of a traceback that ends the process.
     """
+    around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         prepare()
+        if report is not None:
+            from .reports import reporting
+
+            around = reporting(report)
     except ShardError as error:
         if os.environ.get("RANK", "0") == "0":  # the error is the same on all ranks
             print(f"{runner}: {error}", file=sys.stderr)
@@ -138,12 +152,13 @@ def run_script(runner: str, name: str, arguments: Sequence[str], is_module: bool
         raise SystemExit(MISUSED)
     sys.excepthook = _without_frames_of({runner, "torch_shard", "runpy"}, sys.excepthook)
     sys.argv = [name, *arguments]
-    if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        # Python puts a script's folder here; under -m it is the working directory.
-        sys.path[0] = os.path.dirname(os.path.realpath(name))
-        runpy.run_path(name, run_name="__main__")
+    with around:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            # Python puts a script's folder here; under -m it is the working directory.
+            sys.path[0] = os.path.dirname(os.path.realpath(name))
+            runpy.run_path(name, run_name="__main__")
 
 
 def _without_frames_of(packages: set[str], report: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> None:
     except ConfigError as error:
         parser.exit(MISUSED, f"torch_shard: {error}\n")
     options = parser.parse_args(rest)
-    run_script("torch_shard", options.script, options.arguments, options.module, functools.partial(_prepare, settings))
+    prepare = functools.partial(_prepare, settings)
+    run_script("torch_shard", options.script, options.arguments, options.module, prepare, options.report)
 
 
 def _prepare(settings: Mapping[str, Any]) -> None:
@@ -54,12 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     settings = "\n".join(f"  --shard.{each.field}=...  {each.form}" for each in RUNNER_SETTINGS)
     parser = argparse.ArgumentParser(
         prog="python -m torch_shard",
-        usage="python -m torch_shard [--shard.FIELD=VALUE ...] [-m] script [argument ...]",
+        usage="python -m torch_shard [--shard.FIELD=VALUE ...] [--report FILE] [-m] script [argument ...]",
         description=_DESCRIPTION,
         epilog=f"settings, which may also be variables of the environment (SHARD_STRATEGY=...):\n{settings}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
+    parser.add_argument(
+        "--report", metavar="FILE", help="write a page (.html) with pictures of the training when the script ends"
+    )
     parser.add_argument("script", help="the path of a script, or with -m the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser

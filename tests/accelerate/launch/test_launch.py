@@ -146,7 +146,9 @@ def test_a_module_and_a_yaml_without_fsdp_run_too(tmp_path: Path) -> None:
 def test_an_unmodified_script_with_a_trainer_is_sharded(tmp_path: Path) -> None:
     script(tmp_path, TRAINER)
     path = write_yaml(tmp_path, {**FSDP2, "fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}, use_cpu=True)
-    done = accelerate_launch("--config_file", path, *RUNNER, "train.py", folder=tmp_path)
+    report = ("--report", "run.html")
+    done = accelerate_launch("--config_file", path, *RUNNER, *report, "train.py", folder=tmp_path)
+    assert "<h1>GPT2LMHeadModel, rank 0 of 2</h1>" in (tmp_path / "run.html").read_text()
     assert done.stdout.count('RESULT {"class": "accelerate_shard.accelerator"}') == 2, done.stdout
     assert (tmp_path / "out" / "model.safetensors").is_file()
 

@@ -1,0 +1,111 @@
+"""The option ``--report`` of the runners: a page about the training of a script that knows nothing of this package."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..comm.traffic_statistics import Statistics
+from ..log import logger
+from ..optim.engines_of_optimizer import runtimes_of
+from ..plan.run_report import Moment
+from ..runtime import registry
+from ..utils.html_page import check_path
+
+__all__ = ["reporting"]
+
+_MOMENTS = 200  # at most; two become one then
+_WAITS = ("gather_wait", "reduce_wait", "other_wait", "host_wait")
+
+
+def reporting(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    """Return a context, around a script, at whose end rank 0 writes a page about the first model that was trained in it.
+
+    See :meth:`torch_shard.Engine.report`. The page has the course of the run as well. The model and its optimizer are kept until
+    then. The page is also written where the script ends with an error, of what has been. Not collective.
+
+    Args:
+        path: a file whose name ends in ``.html``, which is replaced.
+
+    Raises:
+        ConfigError: the path can't be written to.
+    """
+    return _reporting(_Report(check_path("--report", os.fspath(path))))
+
+
+@contextlib.contextmanager
+def _reporting(report: _Report) -> Iterator[None]:
+    hook = register_optimizer_step_post_hook(report.has_stepped)
+    try:
+        yield
+    finally:
+        hook.remove()
+        report.write()
+
+
+class _Report:
+    def __init__(self, path: Any) -> None:
+        self._path = path
+        self._engine: Any = None
+        self._kept: tuple[Any, torch.optim.Optimizer] | None = (
+            None  # the model, and the optimizer whose steps are counted
+        )
+        self._steps, self._every = 0, 1
+        self._since: tuple[float, Statistics] | None = None
+        self._history: list[Moment] = []
+
+    def has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Count a step of the optimizer that stepped first."""
+        if self._kept is None:
+            self._engine = next((registry.engine_for_runtime(each) for each in runtimes_of(optimizer)), None)
+            if self._engine is None:
+                return
+            self._kept = self._engine.model, optimizer
+            self._engine.time_waiting()
+        if optimizer is not self._kept[1]:
+            return
+        self._steps += 1
+        if self._since is not None and self._steps % self._every:
+            return
+        now, counted = time.perf_counter(), self._engine.statistics()
+        if self._since is not None:  # else this is the first step, which began before anything was counted
+            self._note(now - self._since[0], counted.since(self._since[1]))
+        self._since = now, counted
+        self._engine.reset_peak_gathered()
+
+    def _note(self, seconds: float, counted: Statistics) -> None:
+        held = self._engine.memory_summary(self._kept[1] if self._kept else None)
+        resident = held["parameters"] + held["gradients"] + held["optimizer"]
+        waits = {name: getattr(counted, name) / self._every for name in _WAITS}
+        moment = Moment(
+            self._steps, seconds / self._every, **waits, resident=resident, peak_gathered=counted.peak_gathered
+        )
+        self._history.append(moment)
+        if len(self._history) == _MOMENTS:
+            self._history = [_joined(*pair) for pair in zip(self._history[::2], self._history[1::2], strict=True)]
+            self._every *= 2
+
+    def write(self) -> None:
+        """Write the page on rank 0."""
+        if self._kept is None:
+            logger.warning("no model was trained sharded, so that there is no report.")
+            return
+        if self._engine.rank != 0:
+            return
+        try:
+            self._engine.report(self._path, self._kept[1], self._history)
+        except Exception:  # the script's own error is worth more
+            logger.exception("the report could not be written to %s", self._path)
+
+
+def _joined(a: Moment, b: Moment) -> Moment:
+    """Return the mean over both, which are of as many steps."""
+    waits = {name: (getattr(a, name) + getattr(b, name)) / 2 for name in _WAITS}
+    peak = max(a.peak_gathered, b.peak_gathered)
+    return Moment(b.step, (a.seconds + b.seconds) / 2, **waits, resident=b.resident, peak_gathered=peak)
