@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MissingRankError, ShardError
+from ..utils.autograd_private import outside_saved_tensors_hooks
 from .work import Pending
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ class Comparisons:
                     service.joined = number
                 flags[LEFT] = service.promised >= number
         flags[purpose] = 1
-        work = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True)
+        work = outside_saved_tensors_hooks(
+            dist.all_reduce, message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True
+        )
         return Pending(watchdog, channel, number, what, work)
 
     def met(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..utils.autograd_private import outside_saved_tensors_hooks as _begun
 from ..versions import at_least
 
 __all__ = [
@@ -66,7 +67,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: bool = False) -> Any:
     """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    return getattr(group, _ALL_GATHER)(_real(output), _real(sent), options)
+    return _begun(getattr(group, _ALL_GATHER), _real(output), _real(sent), options)
 
 
 def all_gather_coalesced(
@@ -74,12 +75,13 @@ def all_gather_coalesced(
 ) -> Any:
     """Fill each of `outputs` as :func:`all_gather` does, in one launch. Their dtypes may differ."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    return getattr(group, _ALL_GATHER_COALESCED)([_real(t) for t in outputs], [_real(t) for t in sent], options)
+    operation = getattr(group, _ALL_GATHER_COALESCED)
+    return _begun(operation, [_real(t) for t in outputs], [_real(t) for t in sent], options)
 
 
 def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
     """Overwrite `tensor` with the tensor of the rank `root`, a rank within the group."""
-    return group.broadcast([_real(tensor)], _options("BroadcastOptions", root))
+    return _begun(group.broadcast, [_real(tensor)], _options("BroadcastOptions", root))
 
 
 def reduce_scatter(
@@ -87,7 +89,7 @@ def reduce_scatter(
 ) -> Any:
     """Fill `output` with this rank's shard of the sum or the `mean` of all `sent`. Both tensors must be contiguous."""
     options = _options("ReduceScatterOptions", on_stream=on_stream, mean=mean)
-    return getattr(group, _REDUCE_SCATTER)(_real(output), _real(sent), options)
+    return _begun(getattr(group, _REDUCE_SCATTER), _real(output), _real(sent), options)
 
 
 def all_to_all(
@@ -101,11 +103,11 @@ def all_to_all(
 
     `sizes` are those of the parts received and of the parts sent, by rank; equal ones by default.
     """
-    return getattr(group, _ALL_TO_ALL)(
-        _real(output), _real(sent), *sizes, _options("AllToAllOptions", on_stream=on_stream)
-    )
+    options = _options("AllToAllOptions", on_stream=on_stream)
+    return _begun(getattr(group, _ALL_TO_ALL), _real(output), _real(sent), *sizes, options)
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, on_stream: bool = False, mean: bool = False) -> Any:
     """Replace `tensor` with the sum or the `mean` of all ranks' tensors."""
-    return group.allreduce([_real(tensor)], _options("AllreduceOptions", on_stream=on_stream, mean=mean))
+    options = _options("AllreduceOptions", on_stream=on_stream, mean=mean)
+    return _begun(group.allreduce, [_real(tensor)], options)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..log import ANY_RANK, logger
+from ..utils.autograd_private import outside_saved_tensors_hooks
 from .store_messages import Messages, longest_pause
 from .work import (
     FIRST_STEP,
@@ -342,7 +343,7 @@ def blocking(
     channel = watchdog.channels[name]
     number = channel.count()
     try:
-        work = function(*args, group=channel.group, async_op=True, **kwargs)
+        work = outside_saved_tensors_hooks(function, *args, group=channel.group, async_op=True, **kwargs)
     except dist.DistBackendError as error:
         raise_if_lost(watchdog, channel, what, error)
         raise

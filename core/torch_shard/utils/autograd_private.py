@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,3 +28,24 @@ graph_task = torch._C._current_graph_task_id  # -1 outside backward; no public a
 sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 # What `torch.autograd.graph.saved_tensors_hooks` has pushed last, else None; no public accessor (torch 2.13; there since 2.8).
 saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def outside_saved_tensors_hooks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` where no hooks of saved tensors are in force, and return its result.
+
+    A collective must begin there. While a profiler records, Gloo's thread ends a work in the thread-local state of where it
+    began. It takes Python's lock to refer to such hooks, while it holds the lock of the work. ``Work.is_completed`` takes these
+    locks in the other order, so that both threads would wait for ever (torch 2.11 to 2.13).
+    """
+    private: Any = torch._C._autograd
+    if saved_tensors_hooks(True) is None or not private._saved_tensors_hooks_is_enabled():
+        return function(*args, **kwargs)
+    hidden = []
+    while (hooks := saved_tensors_hooks(True)) is not None:
+        hidden.append(hooks)
+        private._pop_saved_tensors_default_hooks()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for hooks in reversed(hidden):
+            private._push_saved_tensors_default_hooks(*hooks)
