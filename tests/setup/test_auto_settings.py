@@ -140,6 +140,14 @@ def test_if_nothing_fits_all_ranks_raise(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_plan_that_does_not_end_is_an_error(tmp_path: Path) -> None:
+    slow = "import torch_shard.setup.auto_settings as auto\nauto._LONGEST = 0.5\n"
+    text = slow + PLAIN.replace('dist.init_process_group("gloo")', "").replace("    dist.barrier()\n", "")
+    ((kind, said),) = printed(tmp_path, text, "-u", "8GiB")
+    assert kind == "TraceError" and "has not ended within 0.5 s. Name a strategy" in said
+
+
+@pytest.mark.exhaustive
 def test_lightning_knows_it_by_name(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     found = printed(tmp_path, LIGHTNING, "-u", "")

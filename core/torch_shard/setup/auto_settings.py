@@ -31,7 +31,7 @@ __all__ = ["PLANNING", "choose_settings"]
 PLANNING = "TORCH_SHARD_PLANNING"
 """The variable of the environment that is set where a script is planned."""
 
-_LONGEST = 3600.0  # seconds that the other ranks wait for a plan
+_LONGEST = 3600.0  # seconds that a plan may take; the other ranks wait a little longer for it
 _CHOSEN = ("strategy", "prefetch", "shard_size", "offload")
 
 
@@ -70,7 +70,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
             list(range(world)),
             "torch_shard/auto",
             json.dumps(answer),
-            max(_LONGEST, group_timeout(device)),
+            max(_LONGEST + 60, group_timeout(device)),
             "the plan of rank 0",
         )
         answer = json.loads(texts[0])
@@ -94,7 +94,15 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
     command = [sys.executable, "-m", "torch_shard", "plan", "--json", "--memory", f"{memory}B"]
     command += ["--gpus", str(of_node), "--nodes", str(world // of_node)]
     command += ["--device", "cpu"] if device.type == "cpu" else []
-    ended = subprocess.run([*command, *_program()], capture_output=True, text=True, check=False)
+    try:
+        ended = subprocess.run(
+            [*command, *_program()], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST
+        )
+    except subprocess.TimeoutExpired:
+        raise errors.TraceError(
+            f"the plan of this script has not ended within {_LONGEST:g} s. Name a strategy, or see where the script waits: "
+            "torch-shard plan."
+        ) from None
     if ended.returncode not in (0, 1):
         logger.warning("the plan of this script has failed:\n%s", ended.stderr)
         last = ended.stderr.strip().splitlines()[-1:] or ["no message"]
