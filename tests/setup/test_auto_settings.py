@@ -81,6 +81,22 @@ trainer = lightning.Trainer(
 trainer.fit(Module(), data)
 """
 
+ACCELERATE = """
+from accelerate_shard import Accelerator, ShardPlugin
+
+accelerator = Accelerator(shard_plugin=ShardPlugin(strategy="auto", memory=sys.argv[1]))
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=1024)
+model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+for rows, labels in data:
+    accelerator.backward(nn.functional.cross_entropy(model(rows), labels))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+engine = torch_shard.engine_of(model)
+print(json.dumps([engine.config.strategy, engine.recomputes]), flush=True)
+accelerator.end_training()
+"""
+
 
 def printed(folder: Path, text: str, *arguments: Any) -> list[Any]:
     path = folder / "train.py"
@@ -152,6 +168,15 @@ def test_lightning_knows_it_by_name(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     found = printed(tmp_path, LIGHTNING, "-u", "")
     assert len(found) == 2 and found[0] == found[1] != ["auto"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("memory", "recomputes"), [("8GiB", False), ("20MiB", True)])
+def test_accelerate_chooses_and_recomputes(tmp_path: Path, memory: str, recomputes: bool) -> None:
+    pytest.importorskip("accelerate")
+    found = printed(tmp_path, ACCELERATE, *TORCHRUN, memory)
+    assert len(found) == 2 and found[0] == found[1]
+    assert found[0][0] != "auto" and found[0][1] is recomputes
 
 
 @pytest.mark.exhaustive
