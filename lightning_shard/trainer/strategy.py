@@ -6,6 +6,7 @@ Methods stand in the order in which the Trainer calls them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -155,6 +156,8 @@ class TrainerStrategyMixin(
         averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
+        if config.strategy == "auto" and not fitting:  # which plans a step of training
+            config = dataclasses.replace(config, strategy="full_shard", memory=None)
         engine = self._reusable_engine(fitting, config)
         if engine is None or not engine.recomputes:
             keep_activations(self.model)  # an earlier run may have chosen others

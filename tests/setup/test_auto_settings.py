@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torch_shard
 from tests.support.run_python import run_python
@@ -197,6 +198,29 @@ def test_layers_still_recompute_in_a_second_fit_of_lightning_with_the_same_engin
     first, second = printed(tmp_path, text, "-u", "")
     assert first == second
     assert first[0] is True
+
+
+@pytest.mark.exhaustive
+def test_lightning_evaluates_without_a_plan_and_plans_the_fit_that_follows(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    text = LIGHTNING.replace(
+        "def configure_optimizers",
+        "def validation_step(self, batch, index):\n        pass\n\n    def configure_optimizers",
+    )
+    text = text.replace(
+        "def on_train_end",
+        "def on_validation_end(self, trainer, module):\n        self.on_train_end(trainer, module)\n\n    def on_train_end",
+    )
+    text = text.replace("trainer.fit(", "trainer.validate(Module(), data, verbose=False)\ntrainer.fit(").replace(
+        "devices=2", "devices=1"
+    )
+    assert printed(tmp_path, text, "-u", "") == [["full_shard"], ["no_shard"]]
+
+
+def test_a_model_that_does_not_train_is_not_planned() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    engine = torch_shard.shard(model, strategy="auto")
+    assert engine.config.strategy == "full_shard"
 
 
 @pytest.mark.parametrize(

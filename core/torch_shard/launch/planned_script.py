@@ -33,7 +33,7 @@ from ..engine import Engine
 from ..errors import ShardError, TraceError
 from ..frontend.launch import read_variables, run_script, values_of
 from ..plan.plan import Plan
-from ..plan.script_step import ScriptStep, real_tensors, trace_script
+from ..plan.script_step import OnlyEvaluated, ScriptStep, real_tensors, trace_script
 from ..plan.settings_search import Hardware, Search, search_with
 from ..plan.step_trace import StepTrace
 from ..plan.user_lines import line_of
@@ -141,7 +141,7 @@ class _Script:
             )
         with real_tensors():
             alone = dist.new_group([0]) if dist.is_initialized() else None
-            planned = PlannedEngine(model, config, self._hardware.ranks, alone)
+            planned = PlannedEngine(model, config, self._hardware.ranks, alone, self._engine_closes)
         if not trains:
             return planned  # a model for reference, say, whose tensors are inputs of the step
         self._planned = model
@@ -149,9 +149,16 @@ class _Script:
             found = search_with(self._trace, model, config, self._hardware, recomputes=has_checkpointed_layers(model))
         except _GoOn:
             return planned
+        except OnlyEvaluated:  # here the script goes on, up to the run that trains
+            self._planned = None
+            return planned
         except ShardError as error:
             self._told.end(error)
         self._told.end(found)
+
+    def _engine_closes(self) -> None:
+        if self._step is not None:
+            self._step.engine_closes()
 
     def _trace(
         self, plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointed: list[nn.Module]

@@ -29,7 +29,11 @@ from .step_trace import StepTrace
 from .trace_for import computing_as
 from .trace_step import explained, tracing
 
-__all__ = ["ScriptStep", "real_tensors", "trace_script"]
+__all__ = ["OnlyEvaluated", "ScriptStep", "real_tensors", "trace_script"]
+
+
+class OnlyEvaluated(TraceError):
+    """The script has closed the engine, and had not trained with it."""
 
 
 def trace_script(
@@ -51,6 +55,7 @@ def trace_script(
         checkpointed: modules that recompute.
 
     Raises:
+        OnlyEvaluated: the engine is closed before the model trains.
         TraceError: the rest of the step can't be traced.
     """
     there = branch()
@@ -107,6 +112,11 @@ class ScriptStep:
         if self._is_over:
             self._end()
         self._told.end(TraceError("the script ended before all optimizers of the model have stepped."))
+
+    def engine_closes(self) -> None:
+        """End the branch if the model has not trained yet."""
+        if not self._begun:
+            self._told.end(OnlyEvaluated("the engine of the model was closed before it trained."))
 
     @property
     def _is_over(self) -> bool:

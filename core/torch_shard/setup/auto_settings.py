@@ -38,6 +38,8 @@ _CHOSEN = ("strategy", "prefetch", "shard_size", "offload")
 def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes: bool) -> tuple[ShardConfig, bool]:
     """Return `config` with the settings that fit and are the fastest, and whether layers are to recompute. Collective.
 
+    A model that doesn't train has no step to plan, and gets ``full_shard``, which takes the least memory.
+
     Args:
         model, config, mesh: those of ``shard()``. The ranks must be all of them.
         recomputes: layers of the model recompute already.
@@ -47,6 +49,8 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
         ConfigError: this program can't be planned: it is no script, or shards over a part of the ranks.
         TraceError: the script can't be planned, see there.
     """
+    if not any(p.requires_grad for p in model.parameters()):
+        return dataclasses.replace(config, strategy="full_shard", memory=None), False
     world = (
         torch.distributed.get_world_size()
         if torch.distributed.is_available() and torch.distributed.is_initialized()
