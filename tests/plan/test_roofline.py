@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.examples import quick
 from torch_shard.errors import ConfigError
-from torch_shard.plan.devices import DEVICES, DTYPES, LINKS, Device, Link, device, link
+from torch_shard.plan.devices import DEVICES, DTYPES, LINKS, Device, Link, device, device_called, link
 from torch_shard.plan.roofline import Timeline, collective_seconds, copy_seconds, operator_seconds
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
@@ -234,6 +234,12 @@ def test_a_long_timeline_takes_less_than_a_second():
 
 
 def test_built_in_devices_are_sane():
+    gpus = {
+        "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GH200 480GB": "h200", "NVIDIA B200": "b200",
+        "NVIDIA GeForce RTX 4090": "rtx4090", "AMD Instinct MI300X": "mi300x", "NVIDIA L40S": "l40s",
+    }  # fmt: skip
+    assert {name: device_called(name) for name in gpus} == {name: DEVICES[key] for name, key in gpus.items()}
+    assert [device_called(name) for name in ("NVIDIA RTX A1000", "NVIDIA L40", "Tesla V100", "cpu")] == [None] * 4
     assert set(DEVICES) == {"h100", "a100", "h200", "b200", "mi300x", "l40s", "rtx4090", "cpu"}
     for name, entry in DEVICES.items():
         assert device(name.upper()) is entry and entry.name == name

@@ -123,6 +123,10 @@ class Streams:
     def enter_thread(self) -> None:
         """Make this device the current one of this thread, which gives its work to a stream of its own."""
 
+    def device_name(self) -> str | None:
+        """Return what the maker calls the device; None if it is the host itself."""
+        return None
+
     def total_memory(self) -> int | None:
         """Return the bytes of the device's own memory; None if it has none beside the host's."""
         return None
@@ -203,6 +207,9 @@ class DeviceStreams(Streams):
     def enter_thread(self) -> None:
         self._torch.set_device(self.device)
         self._torch.set_stream(self.new())
+
+    def device_name(self) -> str | None:
+        return str(self._torch.get_device_properties(self.device).name)
 
     def total_memory(self) -> int | None:
         return int(self._torch.get_device_properties(self.device).total_memory)

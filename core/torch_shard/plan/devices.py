@@ -14,7 +14,7 @@ from typing import Any
 from ..config.checks import check_int
 from ..errors import ConfigError
 
-__all__ = ["DEVICES", "DTYPES", "LINKS", "Device", "Link", "check_number", "device", "link"]
+__all__ = ["DEVICES", "DTYPES", "LINKS", "Device", "Link", "check_number", "device", "device_called", "link"]
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """The names of what matrix products are computed in. As in data sheets, tf32 is a mode of computing and no dtype of torch."""
@@ -288,3 +288,13 @@ def device(name: str) -> Device:
             f"device must be one of {known}, not {name!r}. Device.from_file(path) reads the figures of others."
         )
     return found
+
+
+def device_called(name: str) -> Device | None:
+    """Return the device of :data:`DEVICES` that a GPU is, by what its driver calls it ("NVIDIA A100-SXM4-80GB"), or None."""
+    for key, found in DEVICES.items():
+        letters, digits, rest = re.fullmatch(r"([a-z]+)(\d*)(\w*)", key).groups()  # type: ignore[union-attr]
+        # "GH200" has a Grace processor beside the H200.
+        if digits and re.search(rf"(?<![a-z0-9])g?{letters}[ -]?{digits}{rest}(?![a-z0-9])", name.lower()):
+            return found
+    return None

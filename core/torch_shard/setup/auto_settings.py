@@ -24,6 +24,7 @@ from ..config.shard_config import ShardConfig
 from ..errors import BudgetError, ConfigError, ShardError, UnavailableError
 from ..log import logger
 from ..offload.memory_limits import available
+from ..plan.devices import device_called
 from ..plan.memory_estimate import mib
 
 __all__ = ["PLANNING", "choose_settings"]
@@ -97,7 +98,10 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
     memory = config.memory if config.memory is not None else _memory(device, of_node)
     command = [sys.executable, "-m", "torch_shard", "plan", "--json", "--memory", f"{memory}B"]
     command += ["--gpus", str(of_node), "--nodes", str(world // of_node)]
-    command += ["--device", "cpu"] if device.type == "cpu" else []
+    name = streams_of(device).device_name()
+    known = None if name is None else device_called(name)
+    if known is not None or name is None:
+        command += ["--device", "cpu" if known is None else known.name]
     try:
         ended = subprocess.run(
             [*command, *_program()], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST
