@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import torch_shard
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.utils.autograd_private import outside_saved_tensors_hooks
 from torch_shard.utils.autograd_private import saved_tensors_hooks as saved_tensors_hooks_in_force
@@ -18,7 +19,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard")])
 @ranks(2, timeout=60)
 def test_steps_within_hooks_of_saved_tensors_are_profiled(strategy):
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])

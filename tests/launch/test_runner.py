@@ -107,6 +107,7 @@ def test_a_report_of_many_steps_has_means_and_is_written_after_an_error(tmp_path
     assert steps[-1] == 428 and {b - a for a, b in itertools.pairwise(steps)} == {4}
 
 
+@pytest.mark.exhaustive
 def test_a_report_that_cannot_be_written_ends_the_launch(tmp_path):
     (tmp_path / "train.py").write_text("print('begun')")
     done = run_python("-m", "torch_shard", "--report", "none/run.html", "train.py", folder=tmp_path, expected=2)

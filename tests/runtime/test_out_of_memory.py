@@ -114,6 +114,7 @@ def test_ranks_that_wait_in_vain_quote_the_one_that_ran_out_of_memory(rank: int)
     dist.barrier()
 
 
+@pytest.mark.exhaustive
 @ranks(2, may_die=(1,))
 def test_the_others_quote_a_rank_that_has_died_for_want_of_memory(rank: int) -> None:
     model = nn.Sequential(*[Hungry() for _ in range(3)])
