@@ -57,6 +57,9 @@ model = net()
 engine = torch_shard.shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 for x, y in loader():
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {"rows": len(x)})
+    assert everyone == [{"rows": 32}] * 4
     nn.functional.cross_entropy(model(x), y).backward()
     engine.clip_grad_norm_(1.0)
     optimizer.step()

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -50,6 +51,8 @@ _FRONT_ENDS = "torch_shard.planned_scripts"
 _OF_FABRIC = ("LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_STRATEGY")
 # What tells a program that it is one of several ranks, of which there are none here.
 _OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_", *_OF_FABRIC)
+# Collectives of objects. In the fake group each rank has what this one has.
+_OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 _RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
@@ -183,6 +186,17 @@ def _fake_group(ranks: int) -> Iterator[None]:
     def fake(*args: Any, **kwargs: Any) -> None:
         init("fake", rank=0, world_size=ranks, store=HashStore())
 
-    # init_device_mesh() makes a group if there is none.
-    with patch.object(dist, "init_process_group", fake), patch.object(device_mesh, "init_process_group", fake):
+    def outside(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with real_tensors():  # objects are sent as bytes, whose values count
+                return collective(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module in (dist, device_mesh):  # init_device_mesh() makes a group if there is none
+            stack.enter_context(patch.object(module, "init_process_group", fake))
+        for name in _OF_OBJECTS:
+            stack.enter_context(patch.object(dist, name, outside(getattr(dist, name))))
         yield
