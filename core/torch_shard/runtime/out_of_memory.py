@@ -46,8 +46,8 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
     if "torch_shard" in vars(error):
         return  # by an inner module, or another engine
     where = "" if unit is None else f" of {unit.name}"
-    runtime.collectives.watchdog.tell(f"ran out of memory in the {phase}{where}")
     try:
+        runtime.collectives.watchdog.tell(f"ran out of memory in the {phase}{where}")
         text = "\n".join([str(error), *_lines(runtime, str(error), phase, where)])
     except Exception:  # it must not replace the error itself
         logger.exception("what holds the memory can't be said", extra=ANY_RANK)
