@@ -29,12 +29,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch_shard.errors import ShardError
     from torch_shard.frontend.launch import MISUSED, run_script
 
-    from .run.settings import read_settings
+    from .run.settings import RUNS, read_settings
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         settings, rest = read_settings(arguments, os.environ)
         own = arguments[: len(arguments) - len(rest)]
+        os.environ[RUNS] = "1"
         if rest[:2] == ["fabric", "run"] and not os.path.exists("fabric"):
             _run_fabric(rest[1:], own)
             return

@@ -14,10 +14,12 @@ __all__ = ["prepare"]
 
 def prepare() -> None:
     """Make programs that are run in this process from now on shard, and need no device. Not collective."""
-    from .settings import read_settings
+    from .settings import RUNS, read_settings
     from .takeover import take_over
 
-    take_over(read_settings([], os.environ)[0], [])
+    # A Trainer that shards without the runner doesn't read the variables.
+    settings = read_settings([], os.environ)[0] if RUNS in os.environ else {}
+    take_over(settings, [])
     AfterImport(_private.ROOTS, _follow).install()
     for name in _private.ROOTS:
         if name in sys.modules:

@@ -156,9 +156,9 @@ class TrainerStrategyMixin(
         averaging.check(trainer.callbacks, self.model, self._private)
         fitting = trainer.state.fn == self._private.TrainerFn.FITTING
         config = self._engine_config(self.precision_plugin, self.model)
-        if config.strategy == "auto" and not fitting:  # which plans a step of training
-            config = dataclasses.replace(config, strategy="full_shard", memory=None)
         engine = self._reusable_engine(fitting, config)
+        if engine is None and config.strategy == "auto" and not fitting:  # which plans a step of training
+            config = dataclasses.replace(config, strategy="full_shard", memory=None)
         if engine is None or not engine.recomputes:
             keep_activations(self.model)  # an earlier run may have chosen others
         with checkpointed_layers(self.model, self._checkpointed, config.units, self._offloaded):

@@ -181,7 +181,7 @@ def test_accelerate_chooses_and_recomputes(tmp_path: Path, memory: str, recomput
 
 
 @pytest.mark.exhaustive
-def test_layers_still_recompute_in_a_second_fit_of_lightning_with_the_same_engine(tmp_path: Path) -> None:
+def test_layers_still_recompute_in_later_runs_of_lightning_with_the_same_engine(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     text = LIGHTNING.replace("import lightning", "import lightning, lightning_shard", 1)
     text = text.replace(
@@ -193,10 +193,17 @@ def test_layers_still_recompute_in_a_second_fit_of_lightning_with_the_same_engin
     )
     text = text.replace("batch_size=64", "batch_size=4096").replace(
         "trainer.fit(Module(), data)",
-        "module = Module()\nfor epochs in (1, 2):\n    trainer.fit_loop.max_epochs = epochs\n    trainer.fit(module, data)",
+        "module = Module()\nfor epochs in (1, 2):\n    trainer.fit_loop.max_epochs = epochs\n    trainer.fit(module, data)\n"
+        "trainer.validate(module, data, verbose=False)",
     )
-    first, second = printed(tmp_path, text, "-u", "")
-    assert first == second
+    text = text.replace(
+        "def configure_opt", "def validation_step(self, batch, index):\n        pass\n\n    def configure_opt"
+    )
+    text = text.replace(
+        "(lightning.Callback):", "(lightning.Callback):\n    on_validation_end = lambda *args: Tell.on_train_end(*args)"
+    )
+    first, second, evaluating = printed(tmp_path, text, "-u", "")
+    assert first == second == evaluating
     assert first[0] is True
 
 

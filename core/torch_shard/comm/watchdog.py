@@ -99,9 +99,10 @@ class Watchdog:
             self._timeout = before
 
     def tell(self, trouble: str) -> None:
-        """Have ranks that wait for this one in vain quote its trouble, until its next optimizer step. Not collective.
+        """Have ranks that wait for this one in vain quote its trouble. Not collective.
 
-        It is a sentence without the subject: "ran out of memory in the forward".
+        They do so until its next optimizer step, or until it has waited for long itself. `trouble` is a sentence without
+        the subject: "ran out of memory in the forward".
         """
         if self.size > 1:
             self._told = True
@@ -113,7 +114,7 @@ class Watchdog:
             found = Messages(default_store(), self.key).read()
         except (RuntimeError, ValueError):  # the rank that serves the store is gone, or the process group
             return ""
-        posts = {rank: json.loads(text) for rank, text in sorted(found.items()) if text}
+        posts = {rank: json.loads(text) for rank, text in sorted(found.items()) if text and rank != self.rank}
         return "".join(f" Rank {rank} {post[2]} at {post[3]}." for rank, post in posts.items() if not post[0])
 
     def _post(self, channel: Channel, number: int, what: str) -> None:
@@ -288,8 +289,8 @@ class Watchdog:
         return stuck
 
     def _warn(self, pending: Pending, posts: dict[int, Any]) -> None:
-        """Log a warning once for all ranks that wait: only the lowest rank that has posted logs it."""
-        if not any(rank in posts for rank in range(self.rank)):
+        """Log a warning once for all ranks that wait: only the lowest rank that has posted a wait logs it."""
+        if not any(rank in posts and posts[rank][0] for rank in range(self.rank)):
             logger.warning(
                 "rank %d has waited %g s in %s at %s, and goes on waiting for up to %g s; %s.",
                 self.rank,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,16 +28,19 @@ _WAITS = ("gather_wait", "reduce_wait", "other_wait", "host_wait")
 def reporting(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
     """Return a context, around a script, at whose end rank 0 writes a page about the first model that was trained in it.
 
-    See :meth:`torch_shard.Engine.report`. The page has the course of the run as well. The model and its optimizer are kept until
-    then. The page is also written where the script ends with an error, of what has been. Not collective.
+    See :meth:`torch_shard.Engine.report`. The page has the course of the run as well. The model and its optimizers are kept until
+    then. The page is also written where the script ends with an error, of what has been; where it has closed the engine, nothing
+    is held. Not collective.
 
     Args:
         path: a file whose name ends in ``.html``, which is replaced.
 
     Raises:
-        ConfigError: the path can't be written to.
+        ConfigError: rank 0 can't write to the path.
     """
-    return _reporting(_Report(check_path("--report", os.fspath(path))))
+    text = os.path.abspath(path)  # the script may change the working directory
+    # The other ranks write nothing, and may be on machines without that folder.
+    return _reporting(_Report(check_path("--report", text) if os.environ.get("RANK", "0") == "0" else Path(text)))
 
 
 @contextlib.contextmanager
@@ -50,62 +54,65 @@ def _reporting(report: _Report) -> Iterator[None]:
 
 
 class _Report:
-    def __init__(self, path: Any) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._engine: Any = None
-        self._kept: tuple[Any, torch.optim.Optimizer] | None = (
-            None  # the model, and the optimizer whose steps are counted
-        )
+        self._model: Any = None  # which the engine doesn't keep
+        self._optimizers: list[torch.optim.Optimizer] = []  # those of the model; steps of the first one are counted
         self._steps, self._every = 0, 1
-        self._since: tuple[float, Statistics] | None = None
+        self._since: tuple[int, float, Statistics] | None = None
         self._history: list[Moment] = []
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Count a step of the optimizer that stepped first."""
-        if self._kept is None:
-            self._engine = next((registry.engine_for_runtime(each) for each in runtimes_of(optimizer)), None)
-            if self._engine is None:
-                return
-            self._kept = self._engine.model, optimizer
-            self._engine.time_waiting()
-        if optimizer is not self._kept[1]:
+        if all(optimizer is not each for each in self._optimizers):
+            self._add(optimizer)
+        if not self._optimizers or optimizer is not self._optimizers[0]:
             return
         self._steps += 1
         if self._since is not None and self._steps % self._every:
             return
         now, counted = time.perf_counter(), self._engine.statistics()
         if self._since is not None:  # else this is the first step, which began before anything was counted
-            self._note(now - self._since[0], counted.since(self._since[1]))
-        self._since = now, counted
+            step, begun, before = self._since
+            self._note(self._steps - step, now - begun, counted.since(before))
+        self._since = self._steps, now, counted
         self._engine.reset_peak_gathered()
 
-    def _note(self, seconds: float, counted: Statistics) -> None:
-        held = self._engine.memory_summary(self._kept[1] if self._kept else None)
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        engines = [registry.engine_for_runtime(each) for each in runtimes_of(optimizer)]
+        if self._engine is None and engines and engines[0] is not None:
+            self._engine, self._model = engines[0], engines[0].model
+            self._engine.time_waiting()
+        if self._engine is not None and self._engine in engines:
+            self._optimizers.append(optimizer)
+
+    def _note(self, steps: int, seconds: float, counted: Statistics) -> None:
+        held = self._engine.memory_summary(self._optimizers)
         resident = held["parameters"] + held["gradients"] + held["optimizer"]
-        waits = {name: getattr(counted, name) / self._every for name in _WAITS}
-        moment = Moment(
-            self._steps, seconds / self._every, **waits, resident=resident, peak_gathered=counted.peak_gathered
+        waits = {name: getattr(counted, name) / steps for name in _WAITS}
+        self._history.append(
+            Moment(self._steps, seconds / steps, **waits, resident=resident, peak_gathered=counted.peak_gathered)
         )
-        self._history.append(moment)
         if len(self._history) == _MOMENTS:
             self._history = [_joined(*pair) for pair in zip(self._history[::2], self._history[1::2], strict=True)]
             self._every *= 2
 
     def write(self) -> None:
         """Write the page on rank 0."""
-        if self._kept is None:
+        if self._engine is None:
             logger.warning("no model was trained sharded, so that there is no report.")
             return
         if self._engine.rank != 0:
             return
         try:
-            self._engine.report(self._path, self._kept[1], self._history)
+            self._engine.report(self._path, self._optimizers, self._history)
         except Exception:  # the script's own error is worth more
             logger.exception("the report could not be written to %s", self._path)
 
 
 def _joined(a: Moment, b: Moment) -> Moment:
-    """Return the mean over both, which are of as many steps."""
+    """Return the mean of both, which are of about as many steps."""
     waits = {name: (getattr(a, name) + getattr(b, name)) / 2 for name in _WAITS}
     peak = max(a.peak_gathered, b.peak_gathered)
     return Moment(b.step, (a.seconds + b.seconds) / 2, **waits, resident=b.resident, peak_gathered=peak)

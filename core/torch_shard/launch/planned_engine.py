@@ -28,14 +28,14 @@ class PlannedEngine(Engine):
         model, config: those of ``shard()``.
         ranks: how many ranks are planned for.
         alone: a process group of this rank alone, or None without ``torch.distributed``.
-        closing: a function that :meth:`close` calls.
+        closing: a function that :meth:`close` calls with the model.
 
     Raises:
         UnavailableError: by methods that save, before the first step is over, and by ``step_in_backward``, which is not planned.
     """
 
     def __init__(
-        self, model: nn.Module, config: ShardConfig, ranks: int, alone: Any, closing: Callable[[], object]
+        self, model: nn.Module, config: ShardConfig, ranks: int, alone: Any, closing: Callable[[nn.Module], object]
     ) -> None:
         self._stands_in = nn.Linear(1, 1)  # the runtime needs a model
         runtime, _ = build.build(self._stands_in, ShardConfig(strategy="no_shard"), alone)
@@ -99,7 +99,7 @@ class PlannedEngine(Engine):
 
     def close(self, *optimizers: torch.optim.Optimizer) -> None:
         """Forget the engine; the model is a plain one."""
-        self._closing()
+        self._closing(self.model)
         registry.forget(self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:

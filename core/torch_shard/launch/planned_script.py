@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh as device_mesh
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  makes the backend known
+import torch.testing._internal.distributed.fake_pg
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import engine
 from ..activation_checkpointing import has_checkpointed_layers
@@ -154,14 +156,25 @@ class _Script:
             return planned
         except OnlyEvaluated:  # here the script goes on, up to the run that trains
             self._planned = None
+            self._refuse_steps_without_engine(model)
             return planned
         except ShardError as error:
             self._told.end(error)
         self._told.end(found)
 
-    def _engine_closes(self) -> None:
-        if self._step is not None:
+    def _engine_closes(self, model: nn.Module) -> None:
+        if self._step is not None and model is self._planned:
             self._step.engine_closes()
+
+    def _refuse_steps_without_engine(self, model: nn.Module) -> None:
+        """End the script, which computes with true values here, where it trains a model whose engine it has closed."""
+        own = {id(p) for p in model.parameters()}
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if self._step is None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                self._told.end(TraceError("the script trains a model whose engine it has closed."))
+
+        register_optimizer_step_pre_hook(refuse)
 
     def _trace(
         self, plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointed: list[nn.Module]

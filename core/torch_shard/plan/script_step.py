@@ -114,8 +114,8 @@ class ScriptStep:
         self._told.end(TraceError("the script ended before all optimizers of the model have stepped."))
 
     def engine_closes(self) -> None:
-        """End the branch if the model has not trained yet."""
-        if not self._begun:
+        """End the branch if the model has not trained yet, and nothing has failed."""
+        if not self._begun and sys.exc_info()[0] is None and self._recorder.failure is None:
             self._told.end(OnlyEvaluated("the engine of the model was closed before it trained."))
 
     @property

@@ -78,7 +78,8 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
         )
     for kind, nbytes in held.items():
         yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned[kind])})"
-    allocated = runtime.collectives.streams.allocated_memory()
+    # With offload some of what is held is in host memory.
+    allocated = None if runtime.host is not None else runtime.collectives.streams.allocated_memory()
     rest = "" if allocated is None else f", {mib(max(0, allocated - sum(held.values())))} MiB,"
     yield f"The rest{rest} is activations, buffers, temporary tensors, and what else the program keeps."
     if runtime.in_backward is not None and phase == "backward":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -102,29 +103,41 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
     known = None if name is None else device_called(name)
     if known is not None or name is None:
         command += ["--device", "cpu" if known is None else known.name]
-    try:
-        ended = subprocess.run(
-            [*command, *_program()], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST
-        )
-    except subprocess.TimeoutExpired:
-        raise errors.TraceError(
-            f"the plan of this script has not ended within {_LONGEST:g} s. Name a strategy, or see where the script waits: "
-            "torch-shard plan."
-        ) from None
-    if ended.returncode not in (0, 1):
-        logger.warning("the plan of this script has failed:\n%s", ended.stderr)
-        last = ended.stderr.strip().splitlines()[-1:] or ["no message"]
+    code, printed, said = _run([*command, *_program()])
+    if code not in (0, 1):
+        logger.warning("the plan of this script has failed:\n%s", said)
+        last = said.strip().splitlines()[-1:] or ["no message"]
         raise errors.TraceError(
             f"{last[0].removeprefix('torch-shard: ')} Name a strategy, or remove what can't be planned."
         )
-    found = json.loads(ended.stdout)
+    found = json.loads(printed)
     best: dict[str, Any] = found["candidates"][0]
-    if ended.returncode == 1:
+    if code == 1:
         raise BudgetError(
             f"no settings fit {mib(found['budget'])} MiB. {best['settings']} lacks least, {mib(best['lacks'])} MiB. Use more "
             "ranks, or a smaller or shorter batch."
         )
     return best
+
+
+def _run(command: list[str]) -> tuple[int, str, str]:
+    """Run a command; return its exit code, and what it has written to both of its streams."""
+    pipe = subprocess.PIPE
+    # In a session of its own, so that the copies in which the script runs end with it.
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            printed, said = process.communicate(timeout=_LONGEST)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise errors.TraceError(
+                f"the plan of this script has not ended within {_LONGEST:g} s. Name a strategy, or see where the script waits: "
+                "torch-shard plan."
+            ) from None
+    return process.returncode, printed, said
 
 
 def _program() -> list[str]:

@@ -73,4 +73,4 @@ def test_the_file_is_never_in_memory(world_size, form, copies, tmp_path):
     shards = 3 * MODEL // world_size
     expected = shards - MODEL + copies * shards
     # The peak may be missed by a little, as memory is looked at now and then.
-    assert expected - 4 * UNIT < module.peak.bytes < expected + UNIT, (module.peak.bytes / MIB, expected / MIB)
+    assert 0.8 * expected < module.peak.bytes < expected + UNIT, (module.peak.bytes / MIB, expected / MIB)
