@@ -95,10 +95,9 @@ def _compare(dtype: torch.dtype) -> None:
     part = torch.empty(2, dtype=dtype)
     process_group_ops.reduce_scatter(group, part, mine.clone()).wait()
     assert torch.equal(part, total[half])
-    for root in range(world):
-        sent = mine.clone()
-        process_group_ops.broadcast(group, sent, root).wait()
-        assert torch.equal(sent, everyone[root])
+    slots = [mine.clone() for _ in range(world)]
+    process_group_ops.broadcast_each(group, slots).wait()
+    assert torch.equal(torch.stack(slots), torch.stack(everyone))
     summed = mine.clone()
     process_group_ops.all_reduce(group, summed).wait()
     assert torch.equal(summed, total)

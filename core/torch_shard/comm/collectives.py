@@ -7,6 +7,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .small_collectives import ScalarComm
 from .spare_buffers import SpareBuffers
 from .streams import like_nccl, streams_of
 from .watchdog import Watchdog, blocking
-from .work import Channel, OnStream, Pending, Works, raise_if_lost
+from .work import Channel, OnStream, Pending, raise_if_lost
 
 
 def _unowned_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,9 +54,10 @@ def outside_inference() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _both(
+def both(
     first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
 ) -> Iterator[None]:
+    """Enter both contexts."""
     with first, second:
         yield
 
@@ -151,7 +153,7 @@ class Collectives:
         if stream is None:
             return _NO_CONTEXT
         follow = self.streams.follow(stream)
-        return follow if self.memory is None else _both(follow, self.memory.use())
+        return follow if self.memory is None else both(follow, self.memory.use())
 
     def gathering(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context of the gather stream, on which gathered buffers are resized and filled.
@@ -173,23 +175,29 @@ class Collectives:
         """Return an event after all work of the reduction stream so far; None if there is no such stream."""
         return None if self.reduce_stream is None else self.streams.record(self.reduce_stream)
 
-    def _begin(self, channel: Channel, what: str, operation: Callable[..., Any], *args: Any) -> Any:
-        """Count a collective, begin it on the group of `channel`, and return the backend's work.
+    def _start(
+        self, channel: Channel, what: str, stream: Any, buffers: Any, operation: Callable[..., Any], *args: Any
+    ) -> Pending:
+        """Start a collective on the group of `channel`, and return what waits for it.
+
+        Args:
+            channel: counts the collective.
+            what: the name of the operation, for error messages.
+            stream: the stream on which it runs, the current one; None on the CPU.
+            buffers: what it reads and writes.
+            operation: a function of :mod:`.process_group_ops`.
+            args: its arguments behind the group.
 
         Raises:
             DivergenceError: see :meth:`.work.Channel.count`.
             MissingRankError: the backend knows that another rank has ended. NCCL says so in the call, if it sends by network.
         """
-        channel.count()
+        number, event = channel.count(), None
         try:
-            return operation(channel.group, *args)
+            work = operation(channel.group, *args)
         except dist.DistBackendError as error:
             raise_if_lost(self.watchdog, channel, what, error)
             raise
-
-    def _track(self, channel: Channel, what: str, work: Any, stream: Any, buffers: Any) -> Pending:
-        """Return what waits for a collective, which reads and writes `buffers`; `stream` is the one it runs on, if any."""
-        event = None
         if stream is not None:
             if work is not None:
                 work.wait()  # the backend has used a stream of its own; does not block the host
@@ -197,7 +205,7 @@ class Collectives:
             work = OnStream(event)
         # A backward that fails drops its reductions, but the buffers that they still read and write must live.
         channel.groups.buffers[work] = buffers
-        return Pending(self.watchdog, channel, channel.issued, what, work, event, self.streams)
+        return Pending(self.watchdog, channel, number, what, work, event, self.streams)
 
     # -- parameters ---------------------------------------------------------------------------------------------
     def payload(self, shard: torch.Tensor) -> torch.Tensor:
@@ -234,9 +242,8 @@ class Collectives:
         channel = self.gather_channel
         assert channel is not None
         self.bytes_sent += sum((self.size - 1) * shard.nbytes for shard in sent)
-        on_stream = self.gather_stream is not None
-        work = self._begin(channel, what, process_group_ops.all_gather_coalesced, full, sent, on_stream)
-        return self._track(channel, what, work, self.gather_stream, full)
+        operation, stream = process_group_ops.all_gather_coalesced, self.gather_stream
+        return self._start(channel, what, stream, full, operation, full, sent, stream is not None)
 
     def secondary_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's secondary shard: the part of a gathered buffer that it keeps between forward and backward."""
@@ -256,19 +263,15 @@ class Collectives:
         ranks = len(channel.members)
         self.bytes_sent += (ranks - 1) * (full.numel() // ranks) * full.element_size()
         if not full.numel():  # nothing but zero-element parameters
-            channel.count()
-            return Pending(self.watchdog, channel, channel.issued, what, None)
+            return Pending(self.watchdog, channel, channel.count(), what, None)
         if self._sends_bytes and ranks <= _BROADCASTS:
             slots = slots or full.view(torch.uint8).view(ranks, -1).unbind(0)
             own = slots[channel.members.index(self.world_rank)]
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
-            channel.count()
-            work: Any = Works([process_group_ops.broadcast(channel.group, slot, i) for i, slot in enumerate(slots)])
-        else:
-            into = _unowned_bytes(full) if self._sends_bytes else full
-            work = self._begin(channel, what, process_group_ops.all_gather, into, sent, self.gather_stream is not None)
-        return self._track(channel, what, work, self.gather_stream, full)
+            return self._start(channel, what, None, full, process_group_ops.broadcast_each, slots)
+        into, stream = _unowned_bytes(full) if self._sends_bytes else full, self.gather_stream
+        return self._start(channel, what, stream, full, process_group_ops.all_gather, into, sent, stream is not None)
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
@@ -323,15 +326,15 @@ class Collectives:
                 summed = self.all_reduce(channel, grad, what, self.reduce_stream, mean)
                 return Reduction(self, grad, grad, summed, begun, streams)
             self.bytes_sent += grad.nbytes * (self.size - 1) // self.size
+            stream = self.reduce_stream
             if self.backend == "gloo":
                 # Gloo's reduce-scatter sends the bytes of an all-reduce; all-to-all and a local sum send half.
                 received = self.take(grad.numel(), grad.dtype)
-                work = self._begin(channel, what, process_group_ops.all_to_all, received, grad)
+                operation: Callable[..., Any] = process_group_ops.all_to_all
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
-                on_stream = self.reduce_stream is not None
-                work = self._begin(channel, what, process_group_ops.reduce_scatter, received, grad, on_stream, mean)
-            pending = self._track(channel, what, work, self.reduce_stream, (grad, received))
+                operation = partial(process_group_ops.reduce_scatter, on_stream=stream is not None, mean=mean)
+            pending = self._start(channel, what, stream, (grad, received), operation, received, grad)
             inter_replica = f"{what}, between replicas"
             if self.replica_channel is not None and self.reduce_stream is not None:
                 # The streams order both collectives, so the host need not wait for the reduce-scatter.
@@ -349,8 +352,8 @@ class Collectives:
         sent = 2 * tensor.nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
         self.bytes_sent_across += sent
-        work = self._begin(channel, what, process_group_ops.all_reduce, tensor, stream is not None, mean)
-        return self._track(channel, what, work, stream, tensor)
+        operation = process_group_ops.all_reduce
+        return self._start(channel, what, stream, tensor, operation, tensor, stream is not None, mean)
 
     def all_reduce_between_replicas(self, own: torch.Tensor, what: str, mean: bool = False) -> Pending:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
@@ -389,14 +392,12 @@ class Collectives:
         assert channel is not None
         self.bytes_sent += sum(sent_sizes) - sent_sizes[self.rank]
         if self.backend == "fake":  # no other rank exists: zeros stand for the parts of the others
-            channel.count()
             received.zero_()
-            return Pending(self.watchdog, channel, channel.issued, what, None)
-        with self._on(self.reduce_stream):
-            on_stream = self.reduce_stream is not None
-            sizes = received_sizes, sent_sizes
-            work = self._begin(channel, what, process_group_ops.all_to_all, received, sent, sizes, on_stream)
-            return self._track(channel, what, work, self.reduce_stream, (sent, received))
+            return Pending(self.watchdog, channel, channel.count(), what, None)
+        stream, operation, sizes = self.reduce_stream, process_group_ops.all_to_all, (received_sizes, sent_sizes)
+        with self._on(stream):
+            both = sent, received
+            return self._start(channel, what, stream, both, operation, received, sent, sizes, stream is not None)
 
     # -- from one rank to others --------------------------------------------------------------------------------
     def broadcast(

@@ -46,13 +46,10 @@ class Reduction:
         """Wait for about `seconds` at most; return False if the reduction is still running."""
         while self.inter_replica:
             first = self.collectives.waiting[0]
-            if not first._ended(seconds):
+            if not first.pending.wait_at_most(seconds):
                 return False
             first.begin_inter_replica()
-        return self._ended(seconds)
-
-    def _ended(self, seconds: float) -> bool:
-        return self.pending.done() or (seconds > 0.0 and self.pending.wait_at_most(seconds))
+        return self.pending.wait_at_most(seconds)
 
     def begin_inter_replica(self) -> None:
         """Wait for the sum within this rank's replica, and begin the inter-replica all-reduce.

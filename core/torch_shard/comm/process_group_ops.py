@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ..utils.autograd_private import outside_saved_tensors_hooks as _begun
 from ..versions import at_least
+from .work import Works
 
 __all__ = [
     "all_gather",
@@ -32,7 +33,7 @@ __all__ = [
     "all_gather_single",
     "all_reduce",
     "all_to_all",
-    "broadcast",
+    "broadcast_each",
     "reduce_scatter",
     "reduce_scatter_single",
 ]
@@ -60,14 +61,15 @@ def _options(name: str, root: int | None = None, on_stream: bool = False, mean: 
     return options
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _real(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return tensors of one dtype, complex ones as pairs of real numbers."""
+    return [torch.view_as_real(t) for t in tensors] if tensors[0].is_complex() else tensors
 
 
 def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: bool = False) -> Any:
     """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    return _begun(getattr(group, _ALL_GATHER), _real(output), _real(sent), options)
+    return _begun(getattr(group, _ALL_GATHER), *_real(output, sent), options)
 
 
 def all_gather_coalesced(
@@ -76,12 +78,16 @@ def all_gather_coalesced(
     """Fill each of `outputs` as :func:`all_gather` does, in one launch. Their dtypes may differ."""
     options = _options("AllgatherOptions", on_stream=on_stream)
     operation = getattr(group, _ALL_GATHER_COALESCED)
-    return _begun(operation, [_real(t) for t in outputs], [_real(t) for t in sent], options)
+    pairs = [_real(*pair) for pair in zip(outputs, sent, strict=True)]
+    return _begun(operation, [output for output, _ in pairs], [shard for _, shard in pairs], options)
 
 
-def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
-    """Overwrite `tensor` with the tensor of the rank `root`, a rank within the group."""
-    return _begun(group.broadcast, [_real(tensor)], _options("BroadcastOptions", root))
+def broadcast_each(group: Any, slots: Sequence[torch.Tensor]) -> Works:
+    """Overwrite each of `slots`, one for each rank, with the tensor of that rank."""
+    works = [
+        _begun(group.broadcast, list(_real(slot)), _options("BroadcastOptions", i)) for i, slot in enumerate(slots)
+    ]
+    return Works(works)
 
 
 def reduce_scatter(
@@ -89,7 +95,7 @@ def reduce_scatter(
 ) -> Any:
     """Fill `output` with this rank's shard of the sum or the `mean` of all `sent`. Both tensors must be contiguous."""
     options = _options("ReduceScatterOptions", on_stream=on_stream, mean=mean)
-    return _begun(getattr(group, _REDUCE_SCATTER), _real(output), _real(sent), options)
+    return _begun(getattr(group, _REDUCE_SCATTER), *_real(output, sent), options)
 
 
 def all_to_all(
@@ -104,10 +110,10 @@ def all_to_all(
     `sizes` are those of the parts received and of the parts sent, by rank; equal ones by default.
     """
     options = _options("AllToAllOptions", on_stream=on_stream)
-    return _begun(getattr(group, _ALL_TO_ALL), _real(output), _real(sent), *sizes, options)
+    return _begun(getattr(group, _ALL_TO_ALL), *_real(output, sent), *sizes, options)
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, on_stream: bool = False, mean: bool = False) -> Any:
     """Replace `tensor` with the sum or the `mean` of all ranks' tensors."""
     options = _options("AllreduceOptions", on_stream=on_stream, mean=mean)
-    return _begun(group.allreduce, [_real(tensor)], options)
+    return _begun(group.allreduce, list(_real(tensor)), options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -152,23 +151,38 @@ class OnStream:
         """Return at once: the stream that reads the result waits for the event, see :class:`Pending`."""
 
 
-@dataclass(eq=False, slots=True)
 class Pending:
     """A collective in flight. ``wait`` returns when its result may be read by the current stream."""
 
-    watchdog: Watchdog
-    channel: Channel
-    number: int
-    what: str
-    work: Any
-    event: Any = None  # on a device: recorded on the side stream after the collective
-    streams: Streams | None = None  # those of the device of the side stream
-    # On a device: every rank is known to have come, so that the streams alone wait and the host goes on.
-    ordered: bool = False
+    __slots__ = ("channel", "event", "number", "ordered", "streams", "watchdog", "what", "work")
 
-    def __post_init__(self) -> None:
-        if self.work is not None and self.event is None:
-            self.channel.groups.in_flight[self.channel.name] = self.work
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        channel: Channel,
+        number: int,
+        what: str,
+        work: Any,
+        event: Any = None,
+        streams: Streams | None = None,
+        ordered: bool = False,
+    ) -> None:
+        """Note what was issued on `channel`.
+
+        Args:
+            watchdog: watches the waits.
+            channel: the channel, on which this is collective `number`.
+            number: as :meth:`Channel.count` gives it.
+            what: the name of the operation, for error messages.
+            work: the backend's, or an :class:`OnStream`; None if there is nothing to wait for.
+            event: on a device, recorded on the side stream after the collective.
+            streams: those of the device of the side stream.
+            ordered: on a device, every rank is known to have come, so that the streams alone wait and the host goes on.
+        """
+        self.watchdog, self.channel, self.number, self.what, self.work = watchdog, channel, number, what, work
+        self.event, self.streams, self.ordered = event, streams, ordered
+        if work is not None and event is None:
+            channel.groups.in_flight[channel.name] = work
 
     def done(self) -> bool:
         """Return True if the collective has ended."""
@@ -176,8 +190,10 @@ class Pending:
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for at most `seconds`; return False if the collective is still running."""
-        if self.done():
+        if self.work is None or self.work.is_completed():
             return True
+        if seconds <= 0.0:
+            return False
         begun = time.perf_counter()
         try:
             return ends_within(self.work, seconds, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Sequence
@@ -54,7 +55,7 @@ def common_shard(flat: FlatBuffer, chosen: Container[int] | None, wait: bool = T
         except AttributeError:
             return None
     base: torch.Tensor | None = found[0]
-    return base if own and all(other is base for other in found) else None
+    return base if own and all(map(operator.is_, found, itertools.repeat(base))) else None
 
 
 def local_norm(

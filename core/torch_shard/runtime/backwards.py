@@ -348,6 +348,5 @@ def _made_by_forward(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _newer_nodes(tensors: list[torch.Tensor], end: int) -> bool:
     """Return True if the graph got nodes after those of `tensors`; `end` is the next sequence number."""
-    numbers = [t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None]  # type: ignore[attr-defined]
     # Reading `grad_fn` of a view whose base was edited makes a new node, whose number is `end` or more.
-    return bool(max((n for n in numbers if n < end), default=-1) + 1 < end)
+    return end - 1 not in [t.grad_fn._sequence_nr() for t in tensors if t.grad_fn is not None]  # type: ignore[attr-defined]

@@ -102,7 +102,7 @@ class Forwards:
         if outputs is None:
             explain(self.runtime, sys.exc_info()[1], PHASES[self.runtime.phase()], unit)
         entered = self._entered
-        if not any(each.unit is unit for each in entered):
+        if unit not in [each.unit for each in entered]:
             return outputs  # the pre-hook itself failed
         while True:
             last = entered.pop()
@@ -227,7 +227,7 @@ uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Call `function`; inside a compiled module without compiling it."""
     # The wrapper costs several microseconds, and is needed only while the compiler runs.
-    return uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
+    return uncompiled(function, *args) if torch.compiler.is_dynamo_compiling() else function(*args)
 
 
 def _enter_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any) -> None:

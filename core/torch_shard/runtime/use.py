@@ -31,10 +31,11 @@ class Use:
         """
         flats = self.unit.flats
         with torch._C.DisableTorchFunctionSubclass():
-            changed = [(f, i) for f, i, version in self.versions if flats[f].params[i]._version != version]
-            for flat, i in [(flats[f], i) for f, i in changed]:
-                raise UnitStateError(
-                    f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} was changed in place (by an optimizer's "
-                    "step, perhaps) after the forward whose backward runs now and needs its value of then. Call backward "
-                    "before the change, or forward again after it."
-                )
+            for number, i, version in self.versions:
+                flat = flats[number]
+                if flat.params[i]._version != version:
+                    raise UnitStateError(
+                        f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} was changed in place (by an "
+                        "optimizer's step, perhaps) after the forward whose backward runs now and needs its value of then. "
+                        "Call backward before the change, or forward again after it."
+                    )

@@ -40,11 +40,11 @@ class GatherOrder:
 
     def upcoming(self) -> list[int]:
         """Return the next units of this phase, at most ``ahead``; never those of the next forward or backward."""
-        pair = self.last
+        pair, phase = self.last, self.phase
         found: list[int] = []
         while len(found) < self.ahead:
             event = self._successors.get(pair)
-            if event is None or event[0] != self.phase or event[2]:
+            if event is None or event[0] != phase or event[2]:
                 break
             found.append(event[1])
             pair = (pair[1], event)

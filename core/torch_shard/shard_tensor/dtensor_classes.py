@@ -44,8 +44,8 @@ def shard_class() -> type[ShardTensor]:
         _spec: Any = _Slots.__dict__["_spec"]  # the slot in place of the property, since swap_tensors() exchanges slots
 
         @classmethod
-        def _wrap(cls, local: torch.Tensor, spec: Any, unit_ref: Any = None) -> ShardTensor:
-            made = super()._wrap(local, spec, unit_ref)
+        def _wrap(cls, local: torch.Tensor, spec: Any, *args: Any) -> ShardTensor:
+            made = super()._wrap(local, spec, *args)
             made._spec = spec
             return made
 

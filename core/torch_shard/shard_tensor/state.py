@@ -25,13 +25,6 @@ OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})
 """Attributes of sharded and unsharded parameters that are not the user's."""
 
 
-# Attributes that are set on few objects only; the others have these values. Every gradient of every step makes an object.
-_SELDOM = {
-    "aside": None, "converted": False, "lost": False, "outdated": None, "state_of": None,
-    "unreduced": False,
-}  # fmt: skip
-
-
 class ShardState:
     """The engine's state of one ShardTensor.
 
@@ -52,47 +45,31 @@ class ShardState:
         state_of: which state of an optimizer the tensor is, if it came with a ``state_dict()``.
     """
 
-    __slots__ = (
-        "aside",
-        "converted",
-        "copied_from",
-        "flat",
-        "local",
-        "lost",
-        "origin",
-        "outdated",
-        "pending_writes",
-        "spec",
-        "state_of",
-        "unit_ref",
-        "unreduced",
-        "waits_for",
-    )
+    # Every gradient of every step makes an object. Most keep these values, which cost nothing here.
+    origin: Derivation | None = None
+    converted = False
+    copied_from: Origin | None = None
+    unreduced = False
+    outdated: tuple[str, int] | None = None
+    lost = False
+    waits_for: PendingWrites | None = None
+    aside: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    pending_writes: PendingWrites | None = None
+    state_of: StateOf | None = None
 
-    local: torch.Tensor
-    spec: ShardSpec
-    unit_ref: weakref.ref[Any] | None
-    flat: torch.Tensor | None
-    origin: Derivation | None
-    converted: bool
-    copied_from: Origin | None
-    unreduced: bool
-    outdated: tuple[str, int] | None
-    lost: bool
-    waits_for: PendingWrites | None
-    aside: tuple[torch.Tensor, torch.Tensor | None] | None
-    pending_writes: PendingWrites | None
-    state_of: StateOf | None
-
-    def __init__(self, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> None:
+    def __init__(
+        self,
+        local: torch.Tensor,
+        spec: ShardSpec,
+        unit_ref: weakref.ref[Any] | None = None,
+        flat: torch.Tensor | None = None,
+    ) -> None:
         self.local = local
         self.spec = spec
         self.unit_ref = unit_ref
-        self.flat = self.origin = self.copied_from = self.waits_for = self.pending_writes = None
+        self.flat = flat
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SELDOM:
-            return _SELDOM[name]
         # The memory is written to in the background; see torch_shard.offload.pending_writes.
         if name in ("local", "flat"):
             waits_for = self.waits_for
@@ -106,7 +83,7 @@ class ShardState:
     @property
     def is_here(self) -> bool:
         """True if `local` is set. Does not wait."""
-        return _has(self, _local)
+        return "local" in self.__dict__
 
     def take_away(self, waits_for: PendingWrites) -> None:
         """Put `local` and `flat` aside until `waits_for` gives them back."""
@@ -119,7 +96,7 @@ class ShardState:
         """Undo :meth:`take_away`; attributes that were assigned since then stay."""
         if self.aside is not None:
             local, flat = self.aside
-            if not _has(self, _flat):
+            if "flat" not in self.__dict__:
                 self.flat = None if self.is_here else flat
             if not self.is_here:
                 self.local = local
@@ -130,19 +107,6 @@ class ShardState:
         self.origin = None if other.origin is None else other.origin.forgotten
         self.converted = other.converted
         self.unreduced, self.outdated, self.lost = other.unreduced, other.outdated, other.lost
-
-
-# The slots themselves, past __getattr__.
-_local: Any = ShardState.__dict__["local"]
-_flat: Any = ShardState.__dict__["flat"]
-
-
-def _has(state: ShardState, slot: Any) -> bool:
-    try:
-        slot.__get__(state)
-    except AttributeError:
-        return False
-    return True
 
 
 def has_user_attributes(param: torch.Tensor) -> bool:

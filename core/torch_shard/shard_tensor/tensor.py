@@ -70,13 +70,19 @@ class ShardTensor(torch.Tensor):
         pass
 
     @classmethod
-    def _wrap(cls, local: torch.Tensor, spec: ShardSpec, unit_ref: weakref.ref[Any] | None = None) -> ShardTensor:
+    def _wrap(
+        cls,
+        local: torch.Tensor,
+        spec: ShardSpec,
+        unit_ref: weakref.ref[Any] | None = None,
+        flat: torch.Tensor | None = None,
+    ) -> ShardTensor:
         # Hot: every gradient of every step is made here, and keyword arguments would add a third to its time. By position:
         # cls, size, strides, storage_offset, memory_format, dtype, layout, device.
         self: ShardTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, spec.shape, spec.stride, None, None, local.dtype, local.layout, local.device
         )
-        self._shard_state = ShardState(local, spec, unit_ref)
+        self._shard_state = ShardState(local, spec, unit_ref, flat)
         return self
 
     @classmethod

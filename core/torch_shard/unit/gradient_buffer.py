@@ -88,9 +88,11 @@ class GradientBuffer:
         `averages`: the reduction itself divides by the number of ranks.
         """
         self._factor, self._rest, self._averages = gradients, sums, averages
-        # A tensor, because torch takes several microseconds to make one of a Python number. A 0-dim tensor on the CPU counts
-        # as a number: it is not rounded to the gradients' dtype, and does not change the dtype of the result.
-        self._scale = torch.tensor(gradients, dtype=torch.float64, device="cpu")
+        # A tensor, because torch takes several microseconds to make one of a Python number, or to convert one. A 0-dim tensor on
+        # the CPU counts as a number: it is not rounded to a narrow dtype of gradients, and does not change the result's dtype.
+        used = self.dtypes.compute, self.dtypes.reduce, self.dtypes.grad
+        exact = torch.float64 in used or torch.complex128 in used
+        self._scale = torch.tensor(gradients, dtype=torch.float64 if exact else torch.float32, device="cpu")
 
     def divide_by(self, divisor: float) -> None:
         """Divide sums over the ranks by `divisor` from now on, in place of the number of ranks."""
@@ -376,10 +378,9 @@ class GradientBuffer:
             pieces = result.split_with_sizes(self._pieces)
             for i in touched:
                 param: Any = self.params[i]
-                grad = ShardTensor._wrap(pieces[self._piece_of[i]], param._spec)
+                grad = ShardTensor._wrap(pieces[self._piece_of[i]], param._spec, None, result)
                 existing = own_grad(param)
                 if existing is None or is_unreduced(existing):
-                    grad._shard_state.flat = result
                     set_own_grad(param, grad)
                     continue
                 if self.host is not None:

@@ -37,8 +37,6 @@ def references_to(unit: Unit, looks_up: bool) -> tuple[bool, list[tuple[int, int
     c = unit.collectives
     by_python = not c.counts_references
     anyone = by_python or not (c.knows_references or looks_up)
-    # DTensor's own collectives may keep references for a while.
-    anyone |= any(flat.distributed for flat in unit.flats)
     # Under hooks autograd saves what these make of a tensor. Backward may get the parameter itself back from them: what a
     # checkpoint computes again refers to the parameters of all its forwards, when the first of them is reached.
     anyone |= saved_tensors_hooks(True) is not None
@@ -47,6 +45,7 @@ def references_to(unit: Unit, looks_up: bool) -> tuple[bool, list[tuple[int, int
         for number, flat in enumerate(unit.flats):
             held, versions, python = flat.references()
             anyone |= held if c.knows_references else bool(versions) or python
+            anyone |= flat.distributed  # DTensor's own collectives may keep references for a while
             by_python |= python
             saved += [(number, i, version) for i, version in versions]
     return anyone, saved, by_python

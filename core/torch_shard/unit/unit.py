@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.collectives import outside_inference
+from ..comm.collectives import both, outside_inference
 from ..comm.quantized_collectives import QuantizedGather
 from ..comm.work import Pending
 from ..errors import ShardError, UnitStateError
@@ -50,9 +50,6 @@ from .references import KeptTensors
 
 if TYPE_CHECKING:
     from .ports import RuntimePort
-
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 class Unit:
@@ -200,7 +197,7 @@ class Unit:
             )
         # Frozen and trainable parameters, as with LoRA, are in flat buffers of their own, which one collective fills.
         batch: list[PlainGather] | None = [] if c.coalesces and len(self.flats) > 1 else None
-        with outside_inference(), self._gathering():
+        with self._gathering():
             for flat in self.flats:
                 if not flat.gathers:
                     continue
@@ -232,7 +229,7 @@ class Unit:
         """Unshard a SHARDED unit for a read by this rank alone: the other ranks hand out their shards."""
         reading = self.runtime.reading
         assert reading is not None and self.state is State.SHARDED
-        with outside_inference(), self._gathering():
+        with self._gathering():
             for flat in self.flats:
                 if flat.gathers:
                     flat.full.untyped_storage().resize_(flat.nbytes)
@@ -251,11 +248,12 @@ class Unit:
 
     def _gathering(self) -> contextlib.AbstractContextManager[Any]:
         # Without other ranks and without host memory the unshard is a cast, on the stream that computes with the values.
-        return self.collectives.gathering() if self._on_side else _NO_CONTEXT
+        outside = outside_inference()
+        return both(outside, self.collectives.gathering()) if self._on_side else outside
 
     def is_stale(self) -> bool:
         """Return True if this rank's shard was written to since the last unshard."""
-        return any(flat.is_stale() for flat in self.flats)
+        return any([flat.is_stale() for flat in self.flats])  # noqa: C419 (hot)
 
     def wait(self) -> None:
         """Wait for a running unshard: GATHERING becomes FULL. The current stream may compute with a FULL unit from here on."""
@@ -343,14 +341,14 @@ class Unit:
             else:
                 self._streams.join(here, users)
             users.clear()
-        with self._gathering() if keeps else _NO_CONTEXT:
-            for flat in self.flats:
-                if not flat.gathers:
-                    continue
-                if keeps and flat.sharded:
+        for flat in self.flats:
+            if not flat.gathers:
+                continue
+            if keeps and flat.sharded:
+                with self._gathering():
                     flat.keep_secondary_shard()
-                    self._count_bytes()  # the full buffer and the secondary shard are both allocated for a moment
-                flat.free()
+                self._count_bytes()  # the full buffer and the secondary shard are both allocated for a moment
+            flat.free()
         self.state = State.SHARDED
         self._count_bytes()
 
@@ -424,8 +422,7 @@ class Unit:
         """
         if self.state is not State.FULL:
             return
-        flats = [flat for flat in self.flats if flat.gathers]
-        edited = [flat for flat in flats if flat.versions != flat.unsharded_versions()]
+        edited = [flat for flat in self.flats if flat.gathers and flat.versions != flat.unsharded_versions()]
         for flat in edited:
             for i in range(len(flat.unsharded_params)):
                 flat.refuse_recorded_edit(i)
@@ -436,17 +433,19 @@ class Unit:
             )
         counts = bool(edited)  # all ranks see these edits; an edit without a trace shows only where its elements are
         taken = self._data_was_taken()
-        if taken:
-            for flat in flats:
-                flat.check_places()
         if self.checks or taken:
+            flats = [flat for flat in self.flats if flat.gathers]
+            if taken:
+                for flat in flats:
+                    flat.check_places()
             unseen = [flat for flat in flats if flat not in edited and flat.edited_unseen()]
             # A unit in which one untracked edit was found is compared in all further iterations.
             self.checks -= 0 if unseen or self.runtime.config.debug else min(1, self.checks)
             edited += unseen
-        with self.runtime.versions.change() if counts else _NO_CONTEXT:
-            for flat in edited:
-                flat.take_edits()
+        if edited:
+            with self.runtime.versions.change() if counts else contextlib.nullcontext():
+                for flat in edited:
+                    flat.take_edits()
 
     def _data_was_taken(self) -> bool:
         return any([getattr(p, "data_taken", False) for flat in self.flats for p in flat.unsharded_params])  # noqa: C419 (hot)
