@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from .checkpoint.sharded.async_save import PendingSave
     from .checkpoint.sharded.host_snapshot import SnapshotMemory
     from .plan.run_report import Moment
+    from .plan.settings_search import Search
 
 
 class Engine:
@@ -601,6 +602,8 @@ class Engine:
         path: str | os.PathLike[str],
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         history: Sequence[Moment] = (),
+        profile: str | os.PathLike[str] | None = None,
+        predicted: Search | None = None,
     ) -> None:
         """Write this rank's figures as an HTML page with pictures, for which matplotlib is needed. Not collective.
 
@@ -611,10 +614,16 @@ class Engine:
             path: a file whose name ends in ``.html``, which is replaced.
             optimizer: one or several whose state is counted, as for :meth:`memory_summary`.
             history: the course of the run, as :class:`lightning_shard.ShardMonitor` records it.
+            profile: a file of ``torch.profiler``'s ``export_chrome_trace``, with one step of this rank, or with several if the
+                profiler was given a schedule; then the last one counts. The page shows its streams, what computing has waited
+                for, and memory if it was recorded.
+            predicted: what :func:`torch_shard.plan.search` has found, whose first candidate has the settings of this engine:
+                predicted memory by kind is drawn under the measured one.
 
         Raises:
-            ConfigError: the path can't be written to.
+            ConfigError: the path can't be written to, or the profile can't be read, or has no step of a sharded model.
         """
+        from .plan.profiled_step import ProfiledStep
         from .plan.run_report import run_report
         from .utils.html_page import check_path
 
@@ -622,7 +631,9 @@ class Engine:
         counted = self.statistics()
         held = {**self.memory_summary(optimizer), "peak_gathered": counted.peak_gathered}
         title = f"{type(self.model).__name__}, rank {self.rank} of {self.world_size}"
-        file.write_text(run_report(title, self.plan, counted, held, history), encoding="utf-8")
+        step = None if profile is None else ProfiledStep.read(profile)
+        replay = None if predicted is None else predicted.replay
+        file.write_text(run_report(title, self.plan, counted, held, history, step, replay), encoding="utf-8")
 
     def grad_norms(
         self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None

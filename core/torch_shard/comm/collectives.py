@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout.rank_topology import Topology
+from ..utils.profiled_ranges import profiling, started
 from ..versions import counts_references
 from . import process_group_ops
 from .gradient_reduction import Reduction
@@ -194,7 +195,11 @@ class Collectives:
         """
         number, event = channel.count(), None
         try:
-            work = operation(channel.group, *args)
+            if profiling():
+                with started(what):
+                    work = operation(channel.group, *args)
+            else:
+                work = operation(channel.group, *args)
         except dist.DistBackendError as error:
             raise_if_lost(self.watchdog, channel, what, error)
             raise
@@ -394,8 +399,8 @@ class Collectives:
         if self.backend == "fake":  # no other rank exists: zeros stand for the parts of the others
             received.zero_()
             return Pending(self.watchdog, channel, channel.count(), what, None)
-        stream, operation, sizes = self.reduce_stream, process_group_ops.all_to_all, (received_sizes, sent_sizes)
-        with self._on(stream):
+        with self._on(self.reduce_stream):
+            stream, operation, sizes = self.reduce_stream, process_group_ops.all_to_all, (received_sizes, sent_sizes)
             both = sent, received
             return self._start(channel, what, stream, both, operation, received, sent, sizes, stream is not None)
 

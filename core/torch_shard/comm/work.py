@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import DivergenceError, MissingRankError
+from ..utils.profiled_ranges import profiling, waiting
 
 if TYPE_CHECKING:
     from .process_groups import ProcessGroups
     from .streams import Streams
     from .watchdog import Watchdog
 
+
+_Value = TypeVar("_Value")
 
 # Seconds that a rank waits before it posts in the store what it waits in.
 FIRST_TICK = 1.0
@@ -190,24 +193,19 @@ class Pending:
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for at most `seconds`; return False if the collective is still running."""
-        if self.work is None or self.work.is_completed():
+        if self.done():
             return True
         if seconds <= 0.0:
             return False
-        begun = time.perf_counter()
-        try:
+        if self.event is not None:  # training waits on the stream, and StreamWaits counts that
             return ends_within(self.work, seconds, self)
-        finally:
-            if self.event is None:  # with an event, training waits on the stream, and StreamWaits counts that
-                self.channel.waited += time.perf_counter() - begun
+        return self._counted(ends_within, self.work, seconds, self)
 
     def wait(self) -> None:
         """Return when the current stream may read the result."""
         if self.event is None and not self.ordered:
             if self.work is not None:
-                begun = time.perf_counter()
-                self._wait()
-                self.channel.waited += time.perf_counter() - begun
+                self._counted(self._wait)
             return
         timed = self.watchdog.stream_waits
         if timed is None:
@@ -216,6 +214,17 @@ class Pending:
             reached = timed.begin()
             self._wait()
             timed.end(self.channel, reached)
+
+    def _counted(self, function: Callable[..., _Value], *args: Any) -> _Value:
+        """Call `function`, in which the host waits for the collective: count the time, and label it in profiles."""
+        begun = time.perf_counter()
+        try:
+            if profiling():
+                with waiting(self.what):
+                    return function(*args)
+            return function(*args)
+        finally:
+            self.channel.waited += time.perf_counter() - begun
 
     def _wait(self) -> None:
         work = self.work

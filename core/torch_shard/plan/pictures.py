@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from ..utils.html_page import row, table
 from ..utils.svg import TEXT, svg
 from .plan import Plan, UnitPlan
 from .roofline import Span, Timeline
 from .step_trace import KINDS, StepTrace
 
-__all__ = ["Wait", "memory_plot", "streams_plot", "units_plot", "waits_in"]
+__all__ = ["Wait", "measured_memory_plot", "memory_plot", "streams_plot", "units_plot", "waits_in", "waits_table"]
+
+_Value = TypeVar("_Value")
 
 _GIB = 1 << 30
 _POINTS = 400  # of the plot of memory
@@ -25,6 +28,13 @@ _KIND_COLOURS = {
     "optimizer state": "#b07aa1",
     "activation": "#59a14f",
     "temporary": "#8a94a0",
+}
+_WAITS = {
+    "all_gather": "for the gather of",
+    "reduce_scatter": "for the reduction of",
+    "all_reduce": "for the sum between replicas of",
+    "to_device": "for the copy to the device of",
+    "to_host": "for the copy to the host of",
 }
 _STREAM_NAMES = {"compute": "compute", "gather": "gathers", "reduce": "reductions"}
 
@@ -43,13 +53,16 @@ class Wait(NamedTuple):
     unit: str
 
 
-def memory_plot(step: StepTrace, clock: Sequence[float], budget: int) -> str:
-    """Return a plot of the bytes on the device by kind over a step, with the budget as a line, as an SVG element.
+def memory_plot(
+    step: StepTrace, clock: Sequence[float], budget: int | None = None, measured: Sequence[tuple[float, int]] = ()
+) -> str:
+    """Return a plot of the bytes on the device by kind over a step, as an SVG element.
 
     Args:
         step: a replayed step.
-        clock: see :func:`torch_shard.plan.step_timeline.timeline_of`.
-        budget: in bytes.
+        clock: the second of each of its events; see :func:`torch_shard.plan.step_timeline.timeline_of`.
+        budget: in bytes, a line.
+        measured: seconds and bytes of the same step as it ran, another line.
     """
     times, levels = _highest(step, clock)
     shown = [kind for kind in KINDS if any(level[kind] for level in levels)]
@@ -58,25 +71,57 @@ def memory_plot(step: StepTrace, clock: Sequence[float], budget: int) -> str:
         areas = [[level[kind] / _GIB for level in levels] for kind in shown]
         colours = [_KIND_COLOURS.get(kind, "#bab0ac") for kind in shown]
         axes.stackplot(times, areas, labels=shown, colors=colours, step="post")
-        axes.axhline(budget / _GIB, color=TEXT, linestyle="--", label="budget")
-        axes.set_xlim(0, max(times[-1], 1e-9))
-        axes.set_ylim(0)
-        axes.set_xlabel("ms")
-        axes.set_ylabel("GiB")
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        if budget is not None:
+            axes.axhline(budget / _GIB, color=TEXT, linestyle="--", label="budget")
+        _add_measured(axes, measured)
+        _finish_memory(axes, times[-1])
 
     return svg(draw, 3.6)
 
 
+def measured_memory_plot(measured: Sequence[tuple[float, int]]) -> str:
+    """Return a plot of the measured bytes of a step, given with their seconds, as an SVG element."""
+
+    def draw(axes: Any) -> None:
+        _add_measured(axes, measured)
+        _finish_memory(axes, 1000 * measured[-1][0])
+
+    return svg(draw, 3.0)
+
+
+def _add_measured(axes: Any, measured: Sequence[tuple[float, int]]) -> None:
+    if measured:
+        highest = _highest_of_pieces([(second, nbytes, nbytes) for second, nbytes in measured])
+        times, levels = [1000 * second for second, _ in highest], [nbytes / _GIB for _, nbytes in highest]
+        axes.plot(times, levels, color=TEXT, linewidth=1.2, drawstyle="steps-post", label="measured")
+
+
+def _finish_memory(axes: Any, milliseconds: float) -> None:
+    axes.set_xlim(0, max(milliseconds, 1e-9))
+    axes.set_ylim(0)
+    axes.set_xlabel("ms")
+    axes.set_ylabel("GiB")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
 def _highest(step: StepTrace, clock: Sequence[float]) -> tuple[list[float], list[dict[Any, int]]]:
     """Return the milliseconds and the bytes by kind of the highest moment of each piece of a step."""
-    whole = max(clock[-1], 1e-9)
-    found: dict[int, tuple[float, dict[Any, int]]] = {}
-    for index, level in step.memory():
-        piece = int(_POINTS * clock[index] / whole)
-        if piece not in found or sum(level.values()) > sum(found[piece][1].values()):
-            found[piece] = (1000 * clock[index], level)
-    return [time for time, _ in found.values()], [level for _, level in found.values()]
+    found = _highest_of_pieces([(clock[index], sum(level.values()), level) for index, level in step.memory()])
+    return [1000 * second for second, _ in found], [level for _, level in found]
+
+
+def _highest_of_pieces(moments: Sequence[tuple[float, int, _Value]]) -> list[tuple[float, _Value]]:
+    """Return the second and the value of the highest moment of each of the pieces that a plot can show.
+
+    A moment is its second, its height and the value; the latest one comes last.
+    """
+    whole = max(moments[-1][0], 1e-9)
+    found: dict[int, tuple[float, int, _Value]] = {}
+    for moment in moments:
+        piece = int(_POINTS * moment[0] / whole)
+        if piece not in found or moment[1] > found[piece][1]:
+            found[piece] = moment
+    return [(second, value) for second, _, value in found.values()]
 
 
 def streams_plot(timeline: Timeline, plan: Plan) -> str:
@@ -131,6 +176,17 @@ def waits_in(timeline: Timeline, most: int = 5) -> list[Wait]:
             before = span.end
     found = [Wait(seconds, kind, unit) for (kind, unit), seconds in lost.items()]
     return sorted(found, reverse=True)[:most]
+
+
+def waits_table(waits: Sequence[Wait], total: float) -> str:
+    """Return a table of waits as HTML, or a sentence where there are none; `total` is the seconds of the step."""
+    if not waits:
+        return "<p>Computing waits for nothing.</p>"
+    rows = [
+        row((f"{1000 * seconds:.2f}", f"{seconds / total:.1%}", f"{_WAITS.get(kind, 'for the host')} {unit}"))
+        for seconds, kind, unit in waits
+    ]
+    return table(("ms", "of the step", "computing waits"), rows)
 
 
 def units_plot(plan: Plan) -> str:

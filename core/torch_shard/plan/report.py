@@ -9,18 +9,10 @@ from ..utils.html_page import page, row, table
 from ..utils.svg import WITHOUT_PLOTS, has_plots
 from .memory_estimate import mib
 from .paste import PLACES
-from .pictures import memory_plot, streams_plot, units_plot, waits_in
+from .pictures import memory_plot, streams_plot, units_plot, waits_in, waits_table
 from .settings_search import Search
 
 __all__ = ["report"]
-
-_WAITS = {
-    "all_gather": "for the gather of",
-    "reduce_scatter": "for the reduction of",
-    "all_reduce": "for the sum between replicas of",
-    "to_device": "for the copy to the device of",
-    "to_host": "for the copy to the host of",
-}
 
 
 def report(found: Search, title: str, lines: Mapping[str, str]) -> str:
@@ -49,18 +41,6 @@ def _pictures(found: Search) -> str:
     if not has_plots():
         return WITHOUT_PLOTS
     replay = found.replay
-    lost = waits_in(replay.timeline)
-    total = replay.timeline.total
-    rows = [
-        row(
-            (
-                f"{1000 * wait.seconds:.2f}",
-                f"{wait.seconds / total:.1%}",
-                f"{_WAITS.get(wait.kind, 'for the host')} {wait.unit}",
-            )
-        )
-        for wait in lost
-    ]
     return "\n".join(
         [
             "<h2>memory of a step</h2>",
@@ -69,9 +49,7 @@ def _pictures(found: Search) -> str:
             "<h2>streams of a step</h2>",
             "<p>In the colours of the units; what belongs to none, such as the optimizer, is grey.</p>",
             streams_plot(replay.timeline, replay.plan),
-            "<p>Computing waits for nothing.</p>"
-            if not rows
-            else table(("ms", "of the step", "computing waits"), rows),
+            waits_table(waits_in(replay.timeline), replay.timeline.total),
             "<h2>units, by the bytes of their parameters</h2>",
             units_plot(replay.plan),
         ]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..comm.traffic_statistics import Statistics
 from ..utils.html_page import page, row, table
 from ..utils.svg import TEXT, WITHOUT_PLOTS, has_plots, svg
 from .memory_estimate import mib
-from .pictures import units_plot
+from .pictures import measured_memory_plot, memory_plot, streams_plot, units_plot, waits_table
 from .plan import Plan
+from .profiled_step import ProfiledStep
+
+if TYPE_CHECKING:
+    from .settings_search import Replay
 
 __all__ = ["Moment", "run_report"]
 
@@ -50,7 +54,13 @@ _WAITS = {
 
 
 def run_report(
-    title: str, plan: Plan, counted: Statistics, held: Mapping[str, int], history: Sequence[Moment] = ()
+    title: str,
+    plan: Plan,
+    counted: Statistics,
+    held: Mapping[str, int],
+    history: Sequence[Moment] = (),
+    profiled: ProfiledStep | None = None,
+    predicted_step: Replay | None = None,
 ) -> str:
     """Return an HTML page about a run, which needs no network.
 
@@ -61,6 +71,8 @@ def run_report(
         held: the bytes that this rank holds by kind, as :meth:`torch_shard.Engine.memory_summary` returns them, and under
             ``"peak_gathered"`` the most that was gathered.
         history: the course of the run, the first step first.
+        profiled: one of its steps.
+        predicted_step: what was predicted of that.
     """
     predicted = plan.predicted
     planned = {
@@ -85,9 +97,27 @@ def run_report(
             [_time_plot(history), "<h2>memory over the run</h2>", _history_plot(history, predicted)] if plots else []
         )
         sections.append(_history_table(history))
+    if profiled is not None and plots:
+        begun_with = sum(held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
+        sections += _profiled(profiled, plan, begun_with, predicted_step)
     sections += ["<h2>sent and waited, since set-up</h2>", _counted(counted)]
     sections += ["<h2>units, by the bytes of their parameters</h2>", units_plot(plan)] if plots else []
     return page(title, "\n".join(sections))
+
+
+def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, predicted: Replay | None) -> list[str]:
+    """Return pictures of a profiled step, which has begun with that many bytes of states."""
+    sections = []
+    measured = [(second, begun_with + nbytes) for second, nbytes in profiled.memory]
+    if measured:
+        sections.append("<h2>memory of the profiled step</h2>")
+        if predicted is None:
+            sections.append(measured_memory_plot(measured))
+        else:
+            sections.append(memory_plot(predicted.step, profiled.clock_for(predicted), measured=measured))
+    sections += ["<h2>streams of the profiled step</h2>", streams_plot(profiled.timeline, plan)]
+    sections.append(waits_table(profiled.waits[:5], profiled.timeline.total))
+    return sections
 
 
 def _summary(plan: Plan) -> str:
