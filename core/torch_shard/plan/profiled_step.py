@@ -128,7 +128,7 @@ class ProfiledStep:
         for last, end in known:
             length = clock[last] - clock[first]
             speed = (end - begin) / length if length > 0 else 0.0
-            found += [begin + speed * (clock[i] - clock[first]) for i in range(first + 1, last)]
+            found += [min(end, begin + speed * (clock[i] - clock[first])) for i in range(first + 1, last)]
             found += [end] * (last > first)
             first, begin = last, end
         return found
@@ -178,8 +178,12 @@ def _add_threads(
     for event in operators:
         start, end = _seconds(event, begin)
         if event["tid"] == computes and start >= until:  # else it is a part of the one before
-            timeline.spans.append(Span("compute", start, end, "", "compute"))
             until = end
+            for wait in waits:
+                if start < wait.start < end:
+                    timeline.spans.append(Span("compute", start, wait.start, "", "compute"))
+                    start = max(start, min(wait.end, end))
+            timeline.spans.append(Span("compute", start, end, "", "compute"))
     for kind, stream in _STREAMS.items():
         started = [each for each in issued if each.kind == kind]
         ran = [_seconds(e, begin) for e in events if e.get("name") in _ON_THE_CPU[kind] and e.get("cat") != "cpu_op"]
