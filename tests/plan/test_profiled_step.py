@@ -116,9 +116,9 @@ def test_measured_memory_is_drawn_over_what_was_predicted_of_the_same_step(rank:
     # Both begin with the same bytes, and the highest moment is that of the plan.
     states = sum(engine.memory_summary(optimizer)[kind] for kind in ("parameters", "gradients", "optimizer"))
     highest = states + max(nbytes for _, nbytes in found.memory)
-    unseen = found.memory[-1][1]  # which Gloo's threads have freed: a step leaves nothing behind
     most = search_result.replay.step.peak().total
-    assert 0.97 * most < highest < 1.03 * most + unseen
+    # One tensor of the batch's size may be freed a moment later, when a thread of Gloo's lets go of it.
+    assert 0.97 * most < highest < 1.03 * most + 4 * BATCH * WIDTH
     engine.report(page, optimizer, profile=path)
     assert ">measured<" in page.read_text() and ">activation<" not in page.read_text()
     del model
