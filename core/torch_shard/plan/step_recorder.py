@@ -1,16 +1,13 @@
 """Writes down what a step on fake tensors does, as it happens.
 
 Torch does likewise in ``torch.distributed._tools.mem_tracker``: a dispatch mode sees every operator, and storages are followed
-by weak references, so that one ends when autograd and the program have let go of it, as memory does in a real step. Which
-module an operator of backward belongs to is told by the sequence number of autograd's node: nodes are numbered as they are
-made, and those made inside a module's forward lie between the numbers at its start and at its end.
+by weak references, so that one ends when autograd and the program have let go of it, as memory does in a real step.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import TraceError
 from .fake_model import FakeModel
+from .module_calls import ModuleCalls
 from .operator_costs import (
     changed_by,
     dtype_of,
@@ -39,7 +37,7 @@ from .operator_costs import (
     tensors_in,
     workspace_of,
 )
-from .recorded import Call, Segment, Storage
+from .recorded import Segment, Storage
 from .step_trace import (
     Allocation,
     Event,
@@ -49,7 +47,6 @@ from .step_trace import (
     GradientsCleared,
     Kind,
     ModuleEnter,
-    ModuleExit,
     NestedBackward,
     Note,
     Operator,
@@ -67,7 +64,6 @@ _DEVICE = torch.ops.prim.device.default
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _FEW_ZEROS = 16 << 20  # bytes
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
 
 
 class Recorder(TorchDispatchMode):
@@ -85,11 +81,7 @@ class Recorder(TorchDispatchMode):
         self._notes: list[Note] = []
         self._storages: dict[int, Storage] = {}  # those that are alive, by address
         self._all: list[Storage] = []
-        self._modules = {id(module): name for name, module in model.named_modules()}
-        self._calls: list[Call] = []
-        self._stack: list[tuple[int, bool]] = []  # calls whose forward runs, and whether each began in a backward
-        self._marks: tuple[list[int], list[int]] = ([0], [-1])  # sequence numbers, and the call that runs from each on
-        self._backward_of = -1  # the call whose backward runs
+        self._calls = ModuleCalls(model, self._events)
         self._segments = [Segment("between", False)]
         self._forward_open = False
         self._stepping = 0
@@ -122,7 +114,6 @@ class Recorder(TorchDispatchMode):
         """Forget what has happened, outside of all modules; what is allocated now is there from the beginning."""
         self._events.clear()
         self._calls.clear()
-        self._marks = ([0], [-1])
         self._segments = [Segment("between", False)]
         self._forward_open = False
         self._used.clear()
@@ -153,10 +144,7 @@ class Recorder(TorchDispatchMode):
         self._storages.clear()
         for record in self._all:
             record.watch = None
-        exits: dict[int, list[Call]] = {}
-        for call in reversed(self._calls):  # inner calls have higher numbers, and exit first
-            if call.in_backward:
-                exits.setdefault(call.last, []).append(call)
+        exits = self._calls.ends_of_backwards()
         events: list[Event] = []
         for index, event in enumerate(self._events):
             if isinstance(event, Storage):
@@ -164,8 +152,7 @@ class Recorder(TorchDispatchMode):
                 events.append(Allocation(event.number, event.nbytes, event.device, kind, event.name))
             else:
                 events.append(event)
-            for call in exits.get(index, ()):
-                events.append(ModuleExit(call.module, call.number, True, False))
+            events += exits.get(index, ())
         return StepTrace(self._device, tuple(events), tuple(self._notes))
 
     def _kind(self, record: Storage) -> Kind:
@@ -192,16 +179,15 @@ class Recorder(TorchDispatchMode):
             phase = "optimizer"
         elif task != -1:
             phase = "backward"
-            began_here = bool(self._stack) and self._stack[-1][1]
-            recompute = began_here or torch.is_grad_enabled()
+            recompute = self._calls.recomputes or torch.is_grad_enabled()
         if phase in ("backward", "optimizer"):
-            self._forward_open = any(not in_backward for _, in_backward in self._stack)
+            self._forward_open = self._calls.in_forward
         now = self._segments[-1]
         if (now.phase, now.recompute) != (phase, recompute):
             now.end = len(self._events)
             if now.phase != phase:
                 self._used.clear()
-                self._backward_of = -1
+                self._calls.leave_backward()
                 self._events.append(PhaseStart(phase))
             now = Segment(phase, recompute)
             self._segments.append(now)
@@ -220,59 +206,19 @@ class Recorder(TorchDispatchMode):
         self._tasks.append(task)
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        name = self._modules.get(id(module))
-        if name is None:
+        if not self._calls.knows(module):
             return
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not self._stepping:
             self._forward_open = True
         self._segment()
-        if in_backward:
-            self._follow_backward()
-        call = Call(name, len(self._calls), self._stack[-1][0] if self._stack else -1, in_backward)
-        self._calls.append(call)
-        self._stack.append((call.number, in_backward))
-        self._mark(call.number)
-        self._segment()
-        self._events.append(ModuleEnter(name, call.number, False, in_backward, torch.is_grad_enabled()))
+        call = self._calls.begin(module, in_backward)
+        self._segment()  # that of the call, which may recompute
+        self._events.append(ModuleEnter(call.module, call.number, False, in_backward, torch.is_grad_enabled()))
 
     def _exit(self, module: nn.Module, args: object, output: object) -> None:
-        name = self._modules.get(id(module))
-        if name is None:
-            return
-        while self._stack:
-            call = self._calls[self._stack.pop()[0]]
-            self._mark(self._stack[-1][0] if self._stack else -1)
-            self._events.append(ModuleExit(call.module, call.number, False, call.recompute))
-            if call.module == name:
-                break
-
-    def _mark(self, call: int) -> None:
-        self._marks[0].append(torch._C._autograd._get_sequence_nr())
-        self._marks[1].append(call)
-
-    def _follow_backward(self) -> None:
-        """Find out whose backward runs, from autograd's node, and write down those that begin."""
-        node = torch._C._current_autograd_node()
-        number = _ACCUMULATES if node is None else node._sequence_nr()
-        if number < _ACCUMULATES:  # else what accumulates belongs to the node before
-            self._backward_of = self._marks[1][bisect_right(self._marks[0], number) - 1]
-        for call in reversed(list(self._around(self._backward_of))):
-            if not call.in_backward:
-                call.in_backward = True
-                self._events.append(ModuleEnter(call.module, call.number, True, False))
-        self._extend_backward()
-
-    def _around(self, number: int) -> Iterator[Call]:
-        """Yield a call and those around it, from within."""
-        while number >= 0:
-            yield self._calls[number]
-            number = self._calls[number].outer
-
-    def _extend_backward(self) -> None:
-        """Count the last event to the backward that runs."""
-        for call in self._around(self._backward_of):
-            call.last = len(self._events) - 1
+        if self._calls.knows(module):
+            self._calls.end(module)
 
     # -- gradients and optimizers -------------------------------------------------------------------------------------
 
@@ -284,14 +230,14 @@ class Recorder(TorchDispatchMode):
 
     def _gradient_accumulated(self, name: str, parameter: torch.Tensor) -> None:
         self._segment()
-        self._follow_backward()
+        self._calls.follow_backward()
         gradient = parameter.grad
         if gradient is None:
             return  # a hook of the user's has taken it
         record = self._record(gradient)
         record.kind, record.name = "gradient", name
         self._events.append(GradientAccumulated(name, self._arrived.pop(name, record.number), record.number))
-        self._extend_backward()
+        self._calls.extend_backward()
 
     @property
     def in_step(self) -> bool:
@@ -368,7 +314,7 @@ class Recorder(TorchDispatchMode):
             return asked.type
         if any(record.device != "cpu" for record in inputs):
             return self._device
-        inside = bool(self._stack) or segment.phase == "backward"
+        inside = self._calls.running is not None or segment.phase == "backward"
         return self._device if inside and asked is not None else "cpu"
 
     def _record(self, tensor: torch.Tensor, place: str | None = None) -> Storage:
@@ -460,7 +406,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_of_host(self, taken: Any) -> bool:
         """Return True for an operator of a script that is not the model's business, so that it can have true values."""
-        if self._stack or self._stepping or torch._C._current_graph_task_id() != -1:
+        if self._calls.running is not None or self._stepping or torch._C._current_graph_task_id() != -1:
             return False
         return not any(isinstance(t, (FakeTensor, nn.Parameter)) for t in tensors_in(taken))
 
@@ -495,7 +441,7 @@ class Recorder(TorchDispatchMode):
         if not changed and not fresh:
             return  # a view, or something that returns no tensor
         if segment.phase == "backward":
-            self._follow_backward()
+            self._calls.follow_backward()
         reads = [t for t in taken if not (id(t) in changed and overwrites(func))]
         inputs = {self._record(t): None for t in taken}
         if segment.phase in ("forward", "backward"):
@@ -525,13 +471,11 @@ class Recorder(TorchDispatchMode):
             )
         )
         if segment.phase == "backward":
-            self._extend_backward()
+            self._calls.extend_backward()
 
     def _module(self, segment: Segment) -> str | None:
-        running = self._backward_of if segment.phase == "backward" else -1
-        if self._stack and (segment.recompute or segment.phase == "forward"):
-            running = self._stack[-1][0]
-        return self._calls[running].module if running >= 0 else None
+        running = self._calls.running if segment.recompute or segment.phase == "forward" else None
+        return self._calls.running_backward if running is None and segment.phase == "backward" else running
 
     def _assumed(self, func: Any, args: tuple[Any, ...]) -> bool | int | float:
         """Return the value that the program is told where it asks for one."""
