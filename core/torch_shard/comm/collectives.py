@@ -401,8 +401,8 @@ class Collectives:
             return Pending(self.watchdog, channel, channel.count(), what, None)
         with self._on(self.reduce_stream):
             stream, operation, sizes = self.reduce_stream, process_group_ops.all_to_all, (received_sizes, sent_sizes)
-            both = sent, received
-            return self._start(channel, what, stream, both, operation, received, sent, sizes, stream is not None)
+            buffers = sent, received
+            return self._start(channel, what, stream, buffers, operation, received, sent, sizes, stream is not None)
 
     # -- from one rank to others --------------------------------------------------------------------------------
     def broadcast(

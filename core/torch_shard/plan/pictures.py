@@ -1,4 +1,4 @@
-"""Plots of a planned step: its memory, its streams, and its units."""
+"""Plots of a step, as it was planned or measured: its memory, its streams, and its units."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _runs(
             key = (unit_of(span.name), span.kind)
             pieces = found.setdefault(key, [])
             if key == latest and pieces and span.start - pieces[-1][1] < gap:
-                pieces[-1] = (pieces[-1][0], span.end)
+                pieces[-1] = (pieces[-1][0], max(pieces[-1][1], span.end))  # pieces of one collective may overlap
             else:
                 pieces.append((span.start, span.end))
             latest = key

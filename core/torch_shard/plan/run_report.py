@@ -45,6 +45,9 @@ class Moment:
     peak_gathered: int
 
 
+_OTHER_STEP = (
+    '<p class="note">The predicted step starts other collectives than this one. It is stretched to the same length.</p>'
+)
 _WAITS = {
     "gather_wait": ("gathers", "#76b7b2"),
     "reduce_wait": ("reductions", "#edc948"),
@@ -72,7 +75,7 @@ def run_report(
             ``"peak_gathered"`` the most that was gathered.
         history: the course of the run, the first step first.
         profiled: one of its steps.
-        predicted_step: what was predicted of that.
+        predicted_step: a step as it was predicted with the settings of this run.
     """
     predicted = plan.predicted
     planned = {
@@ -97,25 +100,30 @@ def run_report(
             [_time_plot(history), "<h2>memory over the run</h2>", _history_plot(history, predicted)] if plots else []
         )
         sections.append(_history_table(history))
-    if profiled is not None and plots:
-        begun_with = sum(held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
-        sections += _profiled(profiled, plan, begun_with, predicted_step)
+    if profiled is not None:
+        # On the CPU a step begins with what this rank holds now, between two steps.
+        states = sum(held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "gathered"))
+        begun_with = states if profiled.allocated is None else profiled.allocated
+        sections += _profiled(profiled, plan, begun_with, predicted_step, plots)
     sections += ["<h2>sent and waited, since set-up</h2>", _counted(counted)]
     sections += ["<h2>units, by the bytes of their parameters</h2>", units_plot(plan)] if plots else []
     return page(title, "\n".join(sections))
 
 
-def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, predicted: Replay | None) -> list[str]:
-    """Return pictures of a profiled step, which has begun with that many bytes of states."""
+def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, predicted: Replay | None, plots: bool) -> list[str]:
+    """Return pictures of a profiled step, which has begun with that many bytes, and what computing has waited for."""
     sections = []
     measured = [(second, begun_with + nbytes) for second, nbytes in profiled.memory]
-    if measured:
+    if measured and plots:
         sections.append("<h2>memory of the profiled step</h2>")
         if predicted is None:
             sections.append(measured_memory_plot(measured))
         else:
-            sections.append(memory_plot(predicted.step, profiled.clock_for(predicted), measured=measured))
-    sections += ["<h2>streams of the profiled step</h2>", streams_plot(profiled.timeline, plan)]
+            clock, aligned = profiled.clock_for(predicted)
+            sections += [] if aligned else [_OTHER_STEP]
+            sections.append(memory_plot(predicted.step, clock, measured=measured))
+    sections.append("<h2>streams of the profiled step</h2>")
+    sections += [streams_plot(profiled.timeline, plan)] if plots else []
     sections.append(waits_table(profiled.waits[:5], profiled.timeline.total))
     return sections
 

@@ -45,7 +45,7 @@ class ShardState:
         state_of: which state of an optimizer the tensor is, if it came with a ``state_dict()``.
     """
 
-    # Every gradient of every step makes an object. Most keep these values, which cost nothing here.
+    # Every gradient of every step makes an object. Few set these, and values of the class spare the others the assignments.
     origin: Derivation | None = None
     converted = False
     copied_from: Origin | None = None

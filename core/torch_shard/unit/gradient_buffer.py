@@ -90,7 +90,7 @@ class GradientBuffer:
         self._factor, self._rest, self._averages = gradients, sums, averages
         # A tensor, because torch takes several microseconds to make one of a Python number, or to convert one. A 0-dim tensor on
         # the CPU counts as a number: it is not rounded to a narrow dtype of gradients, and does not change the result's dtype.
-        used = self.dtypes.compute, self.dtypes.reduce, self.dtypes.grad
+        used = self.dtypes.compute, self.dtypes.reduce, self.dtypes.accumulated, self.dtypes.grad
         exact = torch.float64 in used or torch.complex128 in used
         self._scale = torch.tensor(gradients, dtype=torch.float64 if exact else torch.float32, device="cpu")
 

@@ -1,39 +1,45 @@
-"""Labelled ranges in profiles of ``torch.profiler``: which unit a collective is for, and what a wait waits for."""
+"""Labelled ranges in profiles of ``torch.profiler``: for which unit a collective is started, and which one a wait waits for."""
 
 from __future__ import annotations
 
+import ast
 import re
+import string
+from urllib.parse import quote, unquote
 
 import torch
-from torch.profiler import record_function
+from torch.autograd.profiler import record_function
 
 __all__ = ["profiling", "started", "unit_in", "waiting"]
 
 # True while a profiler records. No public accessor exists (torch 2.13; there since 1.8).
 profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
+# Kineto writes labels into JSON as they are, and drops those that are not ASCII.
+_SAFE = "".join(set(string.punctuation + " ") - set('"\\%'))
 _KINDS = {"all-gather": "all_gather", "gradient reduction": "reduce_scatter"}
 _LABEL = re.compile(
-    r"torch_shard: (wait for )?the (all-gather|gradient reduction) of unit '(.*?)'(, between replicas)?"
+    r"torch_shard: (wait for )?the (all-gather|gradient reduction) of unit ('.*?'|\".*?\")(, between replicas)?"
 )
 
 
 def started(what: str) -> record_function:
     """Return a range around the start of a collective; `what` is its name in error messages."""
-    return record_function(f"torch_shard: {what}")
+    return record_function("torch_shard: " + quote(what, _SAFE))
 
 
 def waiting(what: str) -> record_function:
-    """Return a range around a wait for a collective of that name."""
-    return record_function(f"torch_shard: wait for {what}")
+    """Return a range around a wait of the host for a collective of that name."""
+    return record_function("torch_shard: wait for " + quote(what, _SAFE))
 
 
 def unit_in(label: str) -> tuple[bool, str, str] | None:
     """Return what a label says of a unit's collective: True for a wait, the kind of collective, and the name of the unit.
 
-    The kinds are those of :mod:`torch_shard.plan.roofline`. None for any other label.
+    The kinds are those of :mod:`torch_shard.plan.roofline`; what reduces within a replica is a ``"reduce_scatter"`` whichever way
+    the backend takes. None for any other label.
     """
-    found = _LABEL.fullmatch(label)
+    found = _LABEL.fullmatch(unquote(label)) if label.startswith("torch_shard: ") else None
     if found is None:
         return None
-    return found[1] is not None, "all_reduce" if found[4] else _KINDS[found[2]], found[3]
+    return found[1] is not None, "all_reduce" if found[4] else _KINDS[found[2]], ast.literal_eval(found[3])
