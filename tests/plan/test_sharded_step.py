@@ -184,7 +184,9 @@ def compare(config: ShardConfig, model: str, **settings: Any) -> None:
         if unseen_by_any < 1 << 16:
             break
     # Which reductions have ended when the next begins is chance, with several ranks: at best all; the replay assumes none.
-    assert 0.98 * least <= min(peaks) <= 1.02 * most
+    # In a try with memory that was freed unseen both the peak and what was there before may be wrong.
+    peak = peaks[-1] if unseen_by_any < 1 << 16 else min(peaks)
+    assert 0.98 * least <= peak <= 1.02 * most
     assert least == most or world > 1
 
 
