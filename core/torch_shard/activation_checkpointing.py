@@ -23,7 +23,7 @@ from .activation_offload import ActivationOffload
 from .config.checks import checked_modules
 from .config.shard_config import Units
 from .errors import ConfigError
-from .plan.layer_selection import classes_named, repeated_layers
+from .plan.layer_selection import classes_named, outermost, repeated_layers
 from .utils.layer_caches import without_cache
 
 __all__ = [
@@ -76,7 +76,7 @@ def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloade
         moved = layers
     elif offloaded:
         moved = _chosen_layers("activation_offload", model, offloaded, units)
-        layers = _outermost(layers + moved)
+        layers = outermost(layers + moved)
     _refuse_without_inputs(moved, layers)
     before = [(layer, layer.__dict__.get("forward")) for layer in layers]
     offload = ActivationOffload() if moved else None
@@ -124,7 +124,7 @@ def _chosen_layers(setting: str, model: nn.Module, chosen: Layers, units: Units)
             raise ConfigError(
                 f"{setting}: {type(model).__name__} has no module of class {', '.join(kind.__name__ for kind in kinds)}."
             )
-    outer = _outermost(layers)
+    outer = outermost(layers)
     for layer in outer:
         if getattr(type(layer), "forward", None) is nn.Module.forward and "forward" not in layer.__dict__:
             raise ConfigError(f"{setting}: {type(layer).__name__} has no forward; choose the layers in it.")
@@ -147,12 +147,6 @@ def _refuse_without_inputs(moved: list[nn.Module], layers: list[nn.Module]) -> N
                 "inputs itself. Leave that out (gradient_checkpointing=True, gradient_checkpointing_enable()): "
                 "activation_offload computes activations again, too."
             )
-
-
-def _outermost(layers: list[nn.Module]) -> list[nn.Module]:
-    # What is in a recomputed layer would be computed three times.
-    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
-    return [layer for layer in dict.fromkeys(layers) if id(layer) not in inner]
 
 
 class _Recomputed:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from .comm.streams import streams_of
+from .config.offload import MIN_ACTIVATION_BYTES
 from .errors import ConfigError, ShardError
 from .offload.host_buffers import HostBuffer, HostBuffers
 from .shard_tensor.unsharded_param import is_of_unit
@@ -34,8 +35,8 @@ from .utils.autograd_private import graph_task, saved_tensors_hooks
 
 __all__ = ["MIN_BYTES", "ActivationOffload"]
 
-MIN_BYTES = 16 << 10
-"""Smaller tensors stay on the device: starting a copy of them takes longer than the copy."""
+MIN_BYTES = MIN_ACTIVATION_BYTES
+"""Smaller tensors stay on the device by default."""
 
 
 class ActivationOffload:

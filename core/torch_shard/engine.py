@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .activation_checkpointing import checkpointed_layers, has_checkpointed_layers, keep_activations
+from .activation_checkpointing import Layers, checkpointed_layers, has_checkpointed_layers, keep_activations
 from .close import close_units
 from .comm.traffic_statistics import Statistics
 from .config.shard_config import ShardConfig
@@ -764,13 +764,14 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         config = dataclasses.replace(config, **overrides)
     if instead_of_sharding is not None:
         return instead_of_sharding(model, config)
-    recompute = False
+    layers: Layers = False
+    offloaded = False
     if config.strategy == "auto":
-        config, recompute = choose_settings(model, config, mesh, has_checkpointed_layers(model))
-    with checkpointed_layers(model, recompute, config.units):
+        config, layers, offloaded = choose_settings(model, config, mesh, has_checkpointed_layers(model))
+    with checkpointed_layers(model, layers, config.units, offloaded):
         runtime, plan = build.build(model, config, mesh)
     engine = Engine(model, runtime, plan, config)
-    engine.recomputes = recompute
+    engine.recomputes = bool(layers)
     registry.note(model, engine)
     return engine
 

@@ -13,7 +13,10 @@ import pytest
 import yaml
 
 import torch_shard
+from torch_shard import Offload
 from torch_shard.cli.main import main
+from torch_shard.config.offload import offload_of
+from torch_shard.config.offload_text import read_offload
 from torch_shard.plan.paste import lines_for
 from torch_shard.plan.settings_search import Candidate
 
@@ -150,7 +153,8 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 CANDIDATES = [
     Candidate("no_shard"),
-    Candidate("full_shard", prefetch=2, offload="cpu", checkpointing=True, micro_batch=2, accumulation=4),
+    Candidate("full_shard", prefetch=2, offload=Offload(), checkpointing=True, micro_batch=2, accumulation=4),
+    Candidate("full_shard", offload=Offload(params=False), checkpointing=("Layer", "Block"), activation_offload=True),
     Candidate("hybrid_shard", shard_size=8),
 ]
 
@@ -158,6 +162,7 @@ CANDIDATES = [
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
 def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate) -> None:
     accelerate_shard, lightning_shard = (pytest.importorskip(name) for name in ("accelerate_shard", "lightning_shard"))
+    ShardPlugin = accelerate_shard.ShardPlugin
     found: dict[str, Any] = {}
 
     def note(kind: str) -> Any:
@@ -165,7 +170,8 @@ def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate
 
     names: dict[str, Any] = {
         "ShardStrategy": lightning_shard.ShardStrategy,
-        "ShardPlugin": accelerate_shard.ShardPlugin,
+        "ShardPlugin": ShardPlugin,
+        "torch_shard": torch_shard,
         "Trainer": note("trainer"),
         "Accelerator": note("accelerator"),
     }
@@ -174,15 +180,19 @@ def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate
     eval(lines["accelerate"], names)
     keys = yaml.safe_load(lines["yaml"])
     plugin = found["accelerator"]["shard_plugin"]
-    for name in ("strategy", "prefetch", "shard_size", "activation_checkpointing"):
+    for name in ("strategy", "prefetch", "shard_size", "activation_checkpointing", "activation_offload"):
         wanted = {"activation_checkpointing": candidate.checkpointing}.get(name, getattr(candidate, name, None))
         assert getattr(plugin, name) == wanted
         in_yaml = keys["fsdp_config"].get(f"shard_{name.removeprefix('shard_')}")
-        assert in_yaml in (wanted, None)
+        if in_yaml is None:  # it is left out
+            wanted = in_yaml if wanted == getattr(ShardPlugin(), name) else wanted
+        assert in_yaml == (",".join(wanted) if isinstance(wanted, tuple) else wanted)
+    assert offload_of(plugin.offload) == candidate.offload
+    assert read_offload(keys["fsdp_config"].get("shard_offload", "none")) == candidate.offload
     assert found["accelerator"].get("gradient_accumulation_steps", 1) == candidate.accumulation
     assert found["trainer"].get("accumulate_grad_batches", 1) == candidate.accumulation
     assert (found["trainer"]["precision"], found["accelerator"]["mixed_precision"]) == ("bf16-mixed", "bf16")
     assert keys["mixed_precision"] == "bf16"
     assert "torch_shard.shard(model, " in lines["plain"]
-    settings = lines["plain"].partition("shard(model, ")[2].rstrip(")")
-    eval(f"ShardConfig({settings})", {"ShardConfig": torch_shard.ShardConfig})
+    settings = lines["plain"].partition("shard(model, ")[2]
+    eval(f"ShardConfig({settings}", {"ShardConfig": torch_shard.ShardConfig, "torch_shard": torch_shard})

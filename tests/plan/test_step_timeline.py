@@ -7,7 +7,7 @@ import torch
 
 from torch_shard.plan.devices import Device, Link
 from torch_shard.plan.step_timeline import timeline_of
-from torch_shard.plan.step_trace import CollectiveStart, CollectiveWait, Event, Operator, StepTrace
+from torch_shard.plan.step_trace import CollectiveStart, CollectiveWait, Event, HostUpdate, Operator, StepTrace
 
 DEVICE = Device(
     "test", {"fp32": 1e12, "tf32": 8e12, "bf16": 16e12}, 1e12, 1e12, 1.0, 1.0, launch_seconds=0.0, host_seconds=0.0
@@ -73,3 +73,12 @@ def test_spans_name_units_and_modules() -> None:
         ("gather", "unit 1", "all_gather"),
         ("compute", "layer", "compute"),
     ]
+
+
+def test_a_unit_is_copied_to_the_device_once_the_host_has_stepped_on_it() -> None:
+    # The figures of the device: 200 GB/s for the eight of a node, and 25.2 over the link.
+    copies = [CollectiveStart(n, "to_device", f"unit {n}", 0) for n in (1, 2)]
+    updates = [HostUpdate(f"unit {n}", int(25e9)) for n in (1, 2)]
+    assert seconds(*updates, copies[0], CollectiveWait(1), product(1e12)) == pytest.approx(1.0 + 1.0, rel=1e-4)
+    both = (*updates, copies[0], CollectiveWait(1), product(1e12), copies[1], CollectiveWait(2), product(1e12))
+    assert seconds(*both) == pytest.approx(1.0 + 1.0 + 1.0, rel=1e-4)  # beside the first computation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from torch import nn
 
 import torch_shard
 from tests.support.run_python import run_python
+from torch_shard import Offload
+from torch_shard.activation_checkpointing import has_checkpointed_layers, offload_of
 from torch_shard.errors import ConfigError
+from torch_shard.plan import Candidate, Estimate
+from torch_shard.setup import auto_settings
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
@@ -242,3 +247,17 @@ def test_a_model_that_does_not_train_is_not_planned() -> None:
 def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         torch_shard.ShardConfig(**settings)
+
+
+def test_what_the_plan_chooses_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = Candidate("full_shard", 0, None, Offload(params=False), ("TransformerEncoderLayer",), True)
+    estimate = dataclasses.asdict(Estimate(candidate, 1, 1, 1.0, 0, {})) | {"settings": str(candidate)}
+    monkeypatch.setattr(auto_settings, "_planned", lambda *_: json.loads(json.dumps(estimate)))
+    layer = nn.TransformerEncoderLayer(16, 2, 32)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(16, 1))
+    engine = torch_shard.shard(model, strategy="auto")
+    config = engine.config
+    assert (config.strategy, config.prefetch, config.offload) == ("full_shard", 0, Offload(params=False))
+    assert has_checkpointed_layers(model) and not has_checkpointed_layers(model[1])
+    assert offload_of(model) is not None
+    engine.close()

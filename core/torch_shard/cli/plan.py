@@ -26,6 +26,7 @@ from .output import print_json
 
 __all__ = ["add_to"]
 
+_ROWS = 12  # of the table that is printed
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -123,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"budget {mib(found.budget)} MiB: {mib(memory)} less {arguments.margin:.0%}", end="")
     print(f" and {mib(OUTSIDE)} MiB for the context and the communicators" * (not on_cpu))
     print(f"parameters, gradients and optimizer state under full_shard: {mib(found.states)} MiB on each rank\n")
-    print(found.table())
+    print(found.table(most=_ROWS))
     print("\nSeconds are for ranking, by the figures of data sheets.")
     if found.notes:
         places = ", ".join(dict.fromkeys(note.line for note in found.notes))

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from .checks import check_bools
 
-__all__ = ["BEHIND", "IN_FLIGHT", "PAGED", "STAGED", "Offload", "offload_of"]
+__all__ = ["BEHIND", "IN_FLIGHT", "MIN_ACTIVATION_BYTES", "PAGED", "STAGED", "Offload", "offload_of"]
 
 IN_FLIGHT = 1
 """The number of units whose gradients are being copied to host memory when those of the next unit take device memory."""
@@ -19,6 +19,8 @@ BEHIND = 2
 """The number of units that are being written to disk."""
 PAGED = BEHIND + 2
 """The number of units on disk that are in memory at a time: those being written, one that is stepped, and one read ahead."""
+MIN_ACTIVATION_BYTES = 16 << 10
+"""Smaller activations stay on the device: starting a copy of them takes longer than the copy."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class ShardConfig:
             ``"hybrid_shard_zero2"`` does the same with parameters as under ``"shard_grad_op"``;
             ``"no_shard"`` replicates everything and all-reduces gradients;
             ``"auto"`` plans the script that calls ``shard``, as ``torch-shard plan`` does, and takes the fastest of these that
-            fits `memory`, with the `prefetch` and `offload` that belong to it, and activation checkpointing if nothing fits
-            without. Rank 0 runs the script once more for that, up to its first step, in another process.
+            fits `memory`, with the `prefetch` and `offload` that belong to it, and activation checkpointing and offload if
+            nothing fits without. Rank 0 runs the script once more for that, up to its first step, in another process.
         units: the parameters that are gathered together. ``None`` plans automatically: the repeated
             blocks, else runs of about `unit_bytes`. Otherwise it is one of:
             module classes and patterns of module names, which may be mixed: each matching module is

@@ -177,10 +177,11 @@ class _Script:
         register_optimizer_step_pre_hook(refuse)
 
     def _trace(
-        self, plan: Plan, config: ShardConfig, micro_batch: int | None, checkpointed: list[nn.Module]
+        self, plan: Plan, config: ShardConfig, micro_batch: int | None, layers: list[nn.Module], offloaded: bool
     ) -> StepTrace:
         assert self._planned is not None
-        found = trace_script(self._planned, plan, config, device=self._hardware.on, checkpointed=checkpointed)
+        on = self._hardware.on
+        found = trace_script(self._planned, plan, config, device=on, checkpointed=layers, offloaded=offloaded)
         if isinstance(found, ScriptStep):
             self._step = found
             raise _GoOn

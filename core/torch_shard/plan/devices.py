@@ -151,6 +151,8 @@ class Device:
         launch_seconds: what a kernel takes on the device beside its work, until the next one of its stream can start.
         host_seconds: what the host takes to issue one operator.
         host_link: the link to the memory of the host, which offloaded parameters and gradients cross.
+        host_memory_bandwidth: bytes per second, reads and writes together, that an optimizer's step reaches in the memory of the
+            host, which the devices of a node share.
 
     Raises:
         ConfigError: a figure is missing, no number, or not in its range. The message starts with ``Device.`` and the
@@ -166,6 +168,7 @@ class Device:
     launch_seconds: float = 3e-6
     host_seconds: float = 8e-6
     host_link: Link = LINKS["pcie4"]
+    host_memory_bandwidth: float = 200e9
 
     def __post_init__(self) -> None:
         _check_name("Device.name", self.name)
@@ -177,6 +180,7 @@ class Device:
             check_number(f"Device.peak_flops[{dtype!r}]", flops, "operations per second", positive=True)
         check_number("Device.memory_bandwidth", self.memory_bandwidth, "bytes per second", positive=True)
         check_number("Device.memory_bytes", self.memory_bytes, "bytes", positive=True)
+        check_number("Device.host_memory_bandwidth", self.host_memory_bandwidth, "bytes per second", positive=True)
         _check_fraction("Device.matmul_fraction", self.matmul_fraction)
         _check_fraction("Device.memory_fraction", self.memory_fraction)
         check_number("Device.launch_seconds", self.launch_seconds, "seconds")
@@ -234,7 +238,8 @@ def _peaks(*tera: float) -> dict[str, float]:
 # the buffers of communication. The vendors publish no fractions. The best shapes that a search has found reach 86 % of the
 # A100's peak in bf16, 80 % of the H100's and 60 % of the MI300X's (github.com/stas00/ml-engineering, "Maximum Achievable Matmul
 # FLOPS"). The shapes of a model are not these, so that about a tenth is taken off. The other fractions, and launch and host
-# times, are assumptions.
+# times, are assumptions. Host memory: half of what the channels have. By default these are two sockets with 8 of DDR4-3200 each,
+# as in a DGX A100; 8 of DDR5-4800 each beside a Hopper or an MI300X, of DDR5-5600 in a DGX B200; two of DDR5-5600 in a desktop.
 _HOPPER = _peaks(66.9, 494.7, 989.4, 989.4, 1978.9)
 DEVICES: Mapping[str, Device] = {
     entry.name: entry
@@ -243,19 +248,34 @@ DEVICES: Mapping[str, Device] = {
         Device("a100", _peaks(19.5, 156, 312, 312), 2.039e12, 80e9, matmul_fraction=0.77),
         # NVIDIA H100 Tensor Core GPU data sheet: H100 SXM, whose Tensor Core figures are with sparsity; the dense halves to
         # four digits are of the white paper "NVIDIA H100 Tensor Core GPU Architecture".
-        Device("h100", _HOPPER, 3.35e12, 80e9, host_link=LINKS["pcie5"]),
+        Device("h100", _HOPPER, 3.35e12, 80e9, host_link=LINKS["pcie5"], host_memory_bandwidth=300e9),
         # NVIDIA H200 Tensor Core GPU data sheet: H200 SXM. It computes like the H100 SXM.
-        Device("h200", _HOPPER, 4.8e12, 141e9, host_link=LINKS["pcie5"]),
+        Device("h200", _HOPPER, 4.8e12, 141e9, host_link=LINKS["pcie5"], host_memory_bandwidth=300e9),
         # "NVIDIA Blackwell Architecture Technical Brief": a GPU of HGX B200. Memory: NVIDIA DGX B200 data sheet, 1,440 GB and
         # 64 TB/s for eight.
-        Device("b200", _peaks(80, 1100, 2250, 2250, 4500), 8e12, 180e9, host_link=LINKS["pcie5"]),
+        Device(
+            "b200",
+            _peaks(80, 1100, 2250, 2250, 4500),
+            8e12,
+            180e9,
+            host_link=LINKS["pcie5"],
+            host_memory_bandwidth=350e9,
+        ),
         # AMD Instinct MI300X accelerator data sheet.
-        Device("mi300x", _peaks(163.4, 653.7, 1307.4, 1307.4, 2614.9), 5.3e12, 192e9, 0.54, host_link=LINKS["pcie5"]),
+        Device(
+            "mi300x",
+            _peaks(163.4, 653.7, 1307.4, 1307.4, 2614.9),
+            5.3e12,
+            192e9,
+            0.54,
+            host_link=LINKS["pcie5"],
+            host_memory_bandwidth=300e9,
+        ),
         # NVIDIA L40S data sheet.
         Device("l40s", _peaks(91.6, 183, 362.05, 362.05, 733), 864e9, 48e9),
         # White paper "NVIDIA Ada GPU Architecture", version 2.1, appendix A, with sums in fp32, as torch has them. Sums in fp16
         # are twice as fast on this card.
-        Device("rtx4090", _peaks(82.6, 82.6, 165.2, 165.2, 330.3), 1.008e12, 24e9),
+        Device("rtx4090", _peaks(82.6, 82.6, 165.2, 165.2, 330.3), 1.008e12, 24e9, host_memory_bandwidth=45e9),
         # A rank that has a whole socket, Intel Xeon Platinum 8480+, 56 cores at the base clock of 2.0 GHz, 8 channels of
         # DDR5-4800 (ark.intel.com). Operations in a cycle of a core: 64 in fp32 and 128 in fp16 (two AVX-512 units), 1024 in
         # bf16 (AMX). The memory is 8 modules of 64 GB, an assumption. The host computes itself: nothing is launched, and no

@@ -13,7 +13,7 @@ from ..config.checks import chooses
 from ..config.shard_config import Units
 from ..errors import ConfigError
 
-__all__ = ["classes_named", "repeated_layers"]
+__all__ = ["classes_named", "outermost", "repeated_layers"]
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _LISTS = (*_WITHOUT_FORWARD, nn.Sequential)
@@ -54,6 +54,13 @@ def repeated_layers(setting: str, model: nn.Module, units: Units) -> list[nn.Mod
             f"{setting}: which layers of {type(model).__name__} repeat can't be seen. Give their classes: {setting}=(Layer,)."
         )
     return found
+
+
+def outermost(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return those of `layers` that are in no other one. What is in a recomputed layer would be computed three times."""
+    layers = list(layers)
+    inner = {id(module) for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in dict.fromkeys(layers) if id(layer) not in inner]
 
 
 def _is_unit(units: Any, name: str, module: nn.Module) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config.offload import Offload
+from ..config.offload_text import text_of
 from .settings_search import Candidate
 
 __all__ = ["PLACES", "lines_for"]
@@ -25,13 +27,17 @@ def lines_for(candidate: Candidate, autocast: str | None = None) -> dict[str, st
     settings: dict[str, Any] = {"strategy": candidate.strategy}
     if candidate.prefetch != 1:
         settings["prefetch"] = candidate.prefetch
-    for name in ("shard_size", "offload"):
-        if getattr(candidate, name) is not None:
-            settings[name] = getattr(candidate, name)
+    if candidate.shard_size is not None:
+        settings["shard_size"] = candidate.shard_size
+    if candidate.offload is not None:
+        settings["offload"] = "cpu" if candidate.offload.params else candidate.offload
     shard = f"engine = torch_shard.shard(model, {_arguments(settings)})"
     if candidate.checkpointing:
-        shard = f"with checkpointed_layers(model, True, units=None):\n    {shard}"
-        settings["activation_checkpointing"] = True
+        offloaded = ", offloaded=True" * candidate.activation_offload
+        shard = f"with checkpointed_layers(model, {candidate.checkpointing!r}, units=None{offloaded}):\n    {shard}"
+        settings["activation_checkpointing"] = candidate.checkpointing
+    if candidate.activation_offload:
+        settings["activation_offload"] = True
     trainer = {"precision": _LIGHTNING_PRECISION[autocast]} if autocast is not None else {}
     accelerator: dict[str, Any] = {} if autocast is None else {"mixed_precision": autocast}
     yaml = [f"mixed_precision: {autocast}"] if autocast is not None else []
@@ -49,9 +55,18 @@ def lines_for(candidate: Candidate, autocast: str | None = None) -> dict[str, st
 
 
 def _arguments(values: dict[str, Any], first: str = "") -> str:
-    texts = [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in values.items()]
-    return ", ".join([first] * bool(first) + texts)
+    return ", ".join([first] * bool(first) + [f"{name}={_python(value)}" for name, value in values.items()])
+
+
+def _python(value: Any) -> str:
+    if isinstance(value, Offload):
+        return "torch_shard.Offload(params=False)"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _yaml(value: Any) -> str:
+    if isinstance(value, Offload):
+        return text_of(value)
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -66,13 +66,14 @@ class ReplayedReductions:
         """Take the gradient of parameter `name`; `storage` is its memory, where it ends with being copied."""
         if self._log.on_streams and storage is not None:  # it waits for the others of its unit
             flat.held.append(storage)
+            storage = None
         else:
             self._open(flat)
-            if storage is not None:
-                self._log.free(storage)
         flat.arrived.add(name)
         while self._order and all(flat.is_complete for flat in self._order[0].flats):
             self._issue(self._order.pop(0))
+        if storage is not None:  # autograd lets go of it when the engine returns
+            self._log.free(storage)
 
     def end(self) -> None:
         """End the backward: reduce what is left, and make the sums ``.grad``."""
@@ -151,6 +152,9 @@ class ReplayedReductions:
         flat = oldest.flat
         for number in oldest.numbers:
             self._log.wait(number)
+        if self._cut and not self._log.on_streams and self._dtype(flat) != flat.dtypes.grad:
+            # Over Gloo each rank's part is widened before it is added.
+            self._log.free(self._log.allocate(flat.shard_nbytes(flat.dtypes.grad), "temporary", flat.unit))
         for buffer in oldest.buffers:
             self._log.give(buffer, flat.layout.numel, self._dtype(flat))
         self._keep(flat, oldest.sum, oldest.dtype)

@@ -43,6 +43,7 @@ def trace_script(
     *,
     device: Literal["cpu", "cuda"],
     checkpointed: Iterable[nn.Module] = (),
+    offloaded: bool = False,
 ) -> StepTrace | ScriptStep:
     """Trace the rest of the script's first step. Returns twice: the trace here, and in the branch a :class:`ScriptStep`.
 
@@ -53,6 +54,7 @@ def trace_script(
         plan, config: its plan, and the settings.
         device: the type of device that the step is for. The script believes that it runs on the CPU.
         checkpointed: modules that recompute.
+        offloaded: their inputs wait for backward in host memory.
 
     Raises:
         OnlyEvaluated: the engine is closed before the model trains.
@@ -65,7 +67,7 @@ def trace_script(
     for stream in (1, 2):
         os.dup2(null.fileno(), stream)
     sys.stdout = sys.stderr = null
-    return ScriptStep(there, model, plan, config, device, checkpointed)
+    return ScriptStep(there, model, plan, config, device, checkpointed, offloaded)
 
 
 class ScriptStep:
@@ -79,6 +81,7 @@ class ScriptStep:
         config: ShardConfig,
         device: Literal["cpu", "cuda"],
         checkpointed: Iterable[nn.Module],
+        offloaded: bool,
     ):
         self._told = told
         self._model = model
@@ -90,7 +93,7 @@ class ScriptStep:
         register_module_forward_pre_hook(self._forward_begins)
         self._open.enter_context(_loading_outside())
         try:
-            dtypes = self._open.enter_context(computing_as(model, plan, config, checkpointed))
+            dtypes = self._open.enter_context(computing_as(model, plan, config, checkpointed, offloaded))
             self._recorder: Recorder = self._open.enter_context(
                 tracing(model, device=device, optimizers=optimizers_of(model), dtypes=dtypes, all_on_device=True)
             )

@@ -6,11 +6,12 @@ of reductions; activations stay as they are. When a unit is gathered, prefetched
 reductions and how many are in flight. The step is replayed three times. From the first two the schedule learns the order of the
 units, and the third, which finds gradients and optimizer state of those before, is written down.
 
-Not modelled: offload, quantization, secondary shards (``reshard_after_forward``), ``no_sync()`` and steps in backward.
+Not modelled: offload to disk, quantization, secondary shards (``reshard_after_forward``), ``no_sync()`` and steps in backward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,9 +26,12 @@ from .replaced_storages import Replaced
 from .replayed_reductions import ReplayedReductions
 from .step_trace import (
     Allocation,
+    CollectiveStart,
+    CollectiveWait,
     Free,
     GradientAccumulated,
     GradientsCleared,
+    HostUpdate,
     ModuleEnter,
     ModuleExit,
     NestedBackward,
@@ -146,6 +150,7 @@ class _Replay:
         self.is_open = self.records = False
         self.uses: dict[int, list[_Use]] = {}  # by the call of a module
         self.forward_order: dict[int, UnitStandIn] = {}
+        self.last_order: dict[int, UnitStandIn] = {}  # that of the forward before
         self.armed = False
         self.tasks = [0]  # of autograd, the innermost last
         self.workspace: int | None = None  # of the optimizer
@@ -159,6 +164,8 @@ class _Replay:
         self.log.quiet = False
         self._accumulate()
         self._begin()
+        if self.offload is not None and any(isinstance(e, PhaseStart) and e.phase == "optimizer" for e in self.step):
+            self._step_on_host()
         self._run_step()
         return StepTrace(self.trace.device, tuple(self.log.events), self.trace.notes)
 
@@ -184,6 +191,20 @@ class _Replay:
         for event in (*self.before, *self.replaced.standing):
             if isinstance(event, Allocation) and event.storage not in self.replaced.absent:
                 self.log.add(self._scaled(event))
+
+    def _step_on_host(self) -> None:
+        """Write down the work that the step before has left to the host: unit by unit, in the order of forward."""
+        states = Counter[str]()
+        for event in (*self.before, *self.replaced.standing):
+            if isinstance(event, Allocation) and event.kind == "optimizer state" and event.name in self.flats:
+                states[self.flats[event.name].unit] += self._scaled(event).nbytes
+        for unit in dict.fromkeys([*self.last_order.values(), *self.units]):
+            trained = [flat for flat in unit.flats if flat.trains]
+            if trained:
+                kept = sum(flat.shard_nbytes(flat.dtypes.stored) for flat in trained) + states[unit.name]
+                grads = sum(flat.shard_nbytes(flat.dtypes.grad) for flat in trained)
+                self.log.add(HostUpdate(unit.name, 2 * kept + grads))  # what is kept is read and written
+                unit.updated_on_host = True
 
     def _scaled(self, event: Allocation) -> Allocation:
         """Return the allocation of optimizer state with the size that it has for a shard; any other as it is."""
@@ -225,6 +246,8 @@ class _Replay:
                 self._nest(event)
             elif isinstance(event, GradientsCleared):
                 self._clear(event.parameters)
+            elif isinstance(event, (CollectiveStart, CollectiveWait)):  # a copy of an activation
+                self.log.add(replace(event, number=-event.number))
         self._end_phase()
 
     # -- what the plain model does ------------------------------------------------------------------------------------
@@ -245,6 +268,8 @@ class _Replay:
         if event.outputs and self.replaced.absent.issuperset(event.outputs):
             return  # it makes what there is not
         if event.phase == "optimizer":
+            if self.offload is not None:  # see `_step_on_host`
+                return
             event = replace(event, read=round(event.read * self.shrink), written=round(event.written * self.shrink))
         self.log.add(event)
 
@@ -339,7 +364,7 @@ class _Replay:
             unit.awaits_trigger = False
             unit.uses.clear()
         self.schedule.reshard_unused()
-        self.forward_order.clear()
+        self.last_order, self.forward_order = self.forward_order, {}
         self.is_open = False
 
     # -- between ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -68,6 +68,8 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 class Recorder(TorchDispatchMode):
     """Sees every operator, and writes events down."""
+
+    _running: ClassVar[Recorder | None] = None
 
     def __init__(
         self, model: nn.Module, fakes: FakeModel, mode: FakeTensorMode, device: str, all_on_device: bool = False
@@ -131,13 +133,25 @@ class Recorder(TorchDispatchMode):
             torch_optimizer.register_optimizer_step_pre_hook(self._step_begins),
             torch_optimizer.register_optimizer_step_post_hook(self._step_ends),
         ]
+        Recorder._running = self
         try:
             yield
         finally:
+            Recorder._running = None
             # Those of parameters would be part of a cycle that Python can't see, and keep the model alive.
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+
+    @classmethod
+    def running(cls) -> Recorder:
+        """Return the recorder whose :meth:`hooks` are in force."""
+        assert cls._running is not None
+        return cls._running
+
+    def add(self, event: Event) -> None:
+        """Write down what no operator shows."""
+        self._events.append(event)
 
     def finish(self) -> StepTrace:
         """Return the trace, and stop following storages."""
@@ -306,10 +320,12 @@ class Recorder(TorchDispatchMode):
 
         Inside the model the program takes the device from tensors, all of which say that they are on the CPU.
         """
-        if self._device == "cpu" or self._all_on_device:
+        if self._device == "cpu":
             return self._device
         if self._placing is not None:
             return self._placing
+        if self._all_on_device:
+            return self._device
         if asked is not None and asked.type != "cpu":
             return asked.type
         if any(record.device != "cpu" for record in inputs):

@@ -9,7 +9,7 @@ import torch
 
 from .devices import Device, Link
 from .roofline import Span, Timeline, collective_seconds, copy_seconds, operator_seconds
-from .step_trace import CollectiveStart, CollectiveWait, Operator, StepTrace
+from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, StepTrace
 
 __all__ = ["timeline_of"]
 
@@ -31,7 +31,10 @@ def timeline_of(
     tf32: bool = False,
     clock: list[float] | None = None,
 ) -> Timeline:
-    """Return the time line of a step, with the streams ``compute``, ``gather``, ``reduce`` and ``between replicas``.
+    """Return the time line of a step.
+
+    The streams are ``compute``, ``gather``, ``reduce`` and ``between replicas``; with offload also ``to host``, ``from host`` and
+    ``host``, which steps the optimizer.
 
     A collective begins when what was computed before it was issued has ended, and the stream that it runs on has nothing else to
     do. What is computed after a wait begins when the collective has ended.
@@ -54,6 +57,8 @@ def timeline_of(
     awaited: list[Span] = []
     latest: list[Span] = []  # the latest work of the compute stream
     reduced: list[Span] = []  # the reduction within the replica that was issued last
+    updates: dict[str, Span] = {}  # of units, by the host
+    host_rate = device.host_memory_bandwidth / ranks_per_node
     for event in step.events:
         if clock is not None:
             clock.append(compute.free)
@@ -67,15 +72,21 @@ def timeline_of(
             awaited = []
         elif isinstance(event, CollectiveStart):
             if event.kind == "to_device" or event.kind == "to_host":
-                stream = timeline.stream("gather" if event.kind == "to_device" else "to host")
+                # Activations, which belong to no unit, come back on a stream of their own.
+                back = "gather" if event.unit else "from host"
+                stream = timeline.stream("to host" if event.kind == "to_host" else back)
                 seconds = copy_seconds(device.host_link, event.nbytes)
-                running[event.number] = stream.run(seconds, latest, event.unit, event.kind)
+                after = [*latest, updates[event.unit]] if event.unit in updates else latest
+                running[event.number] = stream.run(seconds, after, event.unit or "activations", event.kind)
                 continue
             in_node = max(1, ranks_per_node // event.stride)
             seconds = collective_seconds(event.kind, event.nbytes, event.ranks, in_node, intra, inter)
             name, after = _STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
             running[event.number] = timeline.stream(name).run(seconds, after, event.unit, event.kind)
             reduced = [running[event.number]] if event.kind == "reduce_scatter" else []
+        elif isinstance(event, HostUpdate):
+            stream = timeline.stream("host")
+            updates[event.unit] = stream.run(event.nbytes / host_rate, (), event.unit, "host_step", host_seconds=0.0)
         elif isinstance(event, CollectiveWait):
             awaited.append(running.pop(event.number))
     return timeline

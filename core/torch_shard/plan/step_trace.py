@@ -6,7 +6,7 @@ It holds no tensor and no module. :func:`torch_shard.plan.trace_step.trace_step`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -22,6 +22,7 @@ __all__ = [
     "Free",
     "GradientAccumulated",
     "GradientsCleared",
+    "HostUpdate",
     "Kind",
     "ModuleEnter",
     "ModuleExit",
@@ -217,7 +218,7 @@ class CollectiveStart:
     Attributes:
         number: its number, unique within the trace.
         kind: which collective it is, or in which direction the copy goes.
-        unit: the name of the unit whose parameters or gradients it has.
+        unit: the name of the unit whose parameters or gradients it has; ``""`` for an activation.
         nbytes: the bytes of the whole, as :func:`torch_shard.plan.roofline.collective_seconds` takes them; or those copied.
         ranks: the ranks of its group.
         stride: how many ranks lie from one of the group to the next: more than one between replicas.
@@ -240,6 +241,19 @@ class CollectiveWait:
     """
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostUpdate:
+    """The host begins an optimizer's step on the shards of a unit, beside what the device does.
+
+    Attributes:
+        unit: the name of the unit.
+        nbytes: the bytes of host memory that the step reads and writes.
+    """
+
+    unit: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +295,7 @@ Event: TypeAlias = (
     | PhaseStart
     | CollectiveStart
     | CollectiveWait
+    | HostUpdate
 )
 
 
@@ -350,13 +365,15 @@ class StepTrace:
         """
         return [(index, dict(zip(KINDS, levels, strict=True))) for index, levels in self._levels(device)]
 
-    def peak(self, device: str | None = None) -> Peak:
-        """Return the first moment with the most bytes; `device` as for :meth:`memory`."""
+    def peak(self, device: str | None = None, kinds: Iterable[Kind] = KINDS) -> Peak:
+        """Return the first moment with the most bytes of some kinds; `device` as for :meth:`memory`."""
         index, levels = 0, [0] * len(KINDS)
+        counted = [KINDS.index(kind) for kind in kinds]
         most = 0
         for at, now in self._levels(device):
-            if sum(now) > most:
-                index, levels, most = at, list(now), sum(now)
+            total = sum(now[place] for place in counted)
+            if total > most:
+                index, levels, most = at, list(now), total
         return Peak(index, most, dict(zip(KINDS, levels, strict=True)))
 
     def _levels(self, device: str | None) -> Iterator[tuple[int, list[int]]]:

@@ -15,6 +15,7 @@ from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
 from ..utils.layer_caches import without_cache
 from ..utils.pytree import map_tensors
+from .offloaded_inputs import OffloadedInputs
 from .plan import Plan
 from .step_trace import StepTrace
 from .trace_step import trace_step
@@ -31,6 +32,7 @@ def trace_for(
     device: Literal["cpu", "cuda"] = "cpu",
     optimizers: Iterable[torch.optim.Optimizer] = (),
     checkpointed: Iterable[nn.Module] = (),
+    offloaded: bool = False,
 ) -> StepTrace:
     """Return what :func:`.trace_step.trace_step` returns, of a step in which parameters have the dtypes of gathered ones.
 
@@ -42,20 +44,25 @@ def trace_for(
         device: as of ``trace_step``.
         optimizers: as of ``trace_step``.
         checkpointed: modules of which only the inputs are kept for backward; everything in them is computed again.
+        offloaded: these inputs wait for backward in host memory, as with ``activation_offload``.
 
     Raises:
         TraceError: as of ``trace_step``.
     """
-    with computing_as(model, plan, config, checkpointed) as dtypes:
+    with computing_as(model, plan, config, checkpointed, offloaded) as dtypes:
         return trace_step(model, step, device=device, optimizers=optimizers, dtypes=dtypes)
 
 
 @contextmanager
 def computing_as(
-    model: nn.Module, plan: Plan, config: ShardConfig, checkpointed: Iterable[nn.Module] = ()
+    model: nn.Module,
+    plan: Plan,
+    config: ShardConfig,
+    checkpointed: Iterable[nn.Module] = (),
+    offloaded: bool = False,
 ) -> Iterator[dict[str, torch.dtype]]:
     """Have a plain model compute as under the settings of an engine, and yield the dtypes of parameters that are cast."""
-    with _casting(model, plan, config), _recomputed(checkpointed):
+    with _casting(model, plan, config), _recomputed(checkpointed, OffloadedInputs() if offloaded else None):
         yield {p.name: p.dtypes.compute for p in plan.params if p.dtypes.casts}
 
 
@@ -96,10 +103,10 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 @contextmanager
-def _recomputed(modules: Iterable[nn.Module]) -> Iterator[None]:
+def _recomputed(modules: Iterable[nn.Module], offload: OffloadedInputs | None) -> Iterator[None]:
     before = [(module, module.__dict__.get("forward")) for module in modules]
     for module, _ in before:
-        module.forward = functools.partial(_checkpointed, module, module.forward)
+        module.forward = functools.partial(_checkpointed, module, module.forward, offload)
     try:
         yield
     finally:
@@ -110,7 +117,21 @@ def _recomputed(modules: Iterable[nn.Module]) -> Iterator[None]:
                 module.forward = forward
 
 
-def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+def _checkpointed(
+    module: nn.Module, forward: Callable[..., Any], offload: OffloadedInputs | None, *args: Any, **kwargs: Any
+) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(functools.partial(forward, **without_cache(module, kwargs)), *args, use_reentrant=False)
+    kwargs = without_cache(module, kwargs)
+    if offload is None:
+        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+    # A checkpoint keeps positional arguments by saving them; those with a name it keeps as they are.
+    moved = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and offload.moves(value)]
+    rest = {name: value for name, value in kwargs.items() if name not in moved}
+
+    def call(*given: Any) -> Any:  # it must not refer to the arguments, which it would keep
+        first = len(given) - len(moved)
+        return forward(*given[:first], **dict(zip(moved, given[first:], strict=True)), **rest)
+
+    with offload.keep():
+        return checkpoint(call, *args, *(kwargs[name] for name in moved), use_reentrant=False)

@@ -165,6 +165,7 @@ class UnitStandIn:
         self.uses: list[Any] = []
         self.kept: list[Any] = []
         self.refill = self.awaits_trigger = self.outdated = self.stale = False
+        self.updated_on_host = False  # since it was on the device
         self.event_texts = [f"gathers unit {plan.name!r} in {phase}" for phase in PHASES]
         self._pending: int | None = None
 
@@ -178,8 +179,10 @@ class UnitStandIn:
         for flat in self.flats:
             if flat.gathers:
                 flat.full = self._log.allocate(flat.full_nbytes, "gathered", self.name, "gather")
-        if self._crosses:
-            crossing = sum(flat.shard_nbytes(flat.dtypes.compute) for flat in self.flats)
+        if self._crosses or self.updated_on_host:
+            self.updated_on_host = False
+            crosses = [flat for flat in self.flats if self._crosses or flat.trains]
+            crossing = sum(flat.shard_nbytes(flat.dtypes.compute) for flat in crosses)
             self._pending = self._log.start("to_device", self.name, crossing)
         if self._ranks > 1:
             if self._pending is not None:  # on the same stream

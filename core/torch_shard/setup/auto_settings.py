@@ -21,6 +21,7 @@ from ..comm.mesh import device_for, ranks_of_node
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..comm.streams import streams_of
+from ..config.offload import Offload
 from ..config.shard_config import ShardConfig
 from ..errors import BudgetError, ConfigError, ShardError, UnavailableError
 from ..log import logger
@@ -34,11 +35,14 @@ PLANNING = "TORCH_SHARD_PLANNING"
 """The variable of the environment that is set where a script is planned."""
 
 _LONGEST = 3600.0  # seconds that a plan may take; the other ranks wait a little longer for it
-_CHOSEN = ("strategy", "prefetch", "shard_size", "offload")
+_CHOSEN = ("strategy", "prefetch", "shard_size")
 
 
-def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes: bool) -> tuple[ShardConfig, bool]:
-    """Return `config` with the settings that fit and are the fastest, and whether layers are to recompute. Collective.
+def choose_settings(
+    model: nn.Module, config: ShardConfig, mesh: Any, recomputes: bool
+) -> tuple[ShardConfig, bool | tuple[str, ...], bool]:
+    """Return `config` with the settings that fit and are the fastest, which layers are to recompute, and whether their inputs
+    are to wait in host memory. Collective.
 
     A model that doesn't train has no step to plan, and gets ``full_shard``, which takes the least memory.
 
@@ -52,7 +56,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
         TraceError: the script can't be planned, see there.
     """
     if not any(p.requires_grad for p in model.parameters()):
-        return dataclasses.replace(config, strategy="full_shard", memory=None), False
+        return dataclasses.replace(config, strategy="full_shard", memory=None), False, False
     world = (
         torch.distributed.get_world_size()
         if torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -82,9 +86,14 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
         answer = json.loads(texts[0])
     if "error" in answer:
         raise getattr(errors, answer["error"])(f'strategy="auto": {answer["text"]}')
-    chosen = dataclasses.replace(config, memory=None, **{name: answer["candidate"][name] for name in _CHOSEN})
+    candidate = answer["candidate"]
+    offload = None if candidate["offload"] is None else Offload(**candidate["offload"])
+    chosen = dataclasses.replace(config, memory=None, offload=offload, **{name: candidate[name] for name in _CHOSEN})
     logger.info('strategy="auto" has chosen: %s (%s MiB)', answer["settings"], mib(answer["nbytes"]))
-    return chosen, bool(answer["candidate"]["checkpointing"]) and not recomputes
+    if recomputes:
+        return chosen, False, False
+    layers = candidate["checkpointing"]
+    return chosen, layers if isinstance(layers, bool) else tuple(layers), candidate["activation_offload"]
 
 
 def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str, Any]:

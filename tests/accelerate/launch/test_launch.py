@@ -32,7 +32,7 @@ args = TrainingArguments("out", per_device_train_batch_size=2, num_train_epochs=
 trainer = Trainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data)
 trainer.train()
 trainer.save_model()
-print("RESULT", '{"class": "%s"}' % type(trainer.accelerator).__module__)
+print('RESULT {"class": "%s"}\\n' % type(trainer.accelerator).__module__, end="", flush=True)
 trainer.accelerator.end_training()  # without it Gloo's threads may abort the process at its end, under DDP too
 """
 
