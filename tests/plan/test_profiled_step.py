@@ -21,7 +21,7 @@ import torch_shard
 from tests.support.ranks import ranks
 from torch_shard import Precision, ShardConfig
 from torch_shard.errors import ConfigError
-from torch_shard.plan import Replay, Search, run_report, search
+from torch_shard.plan import Replay, Search, replayed_reductions, run_report, search
 from torch_shard.plan.devices import DEVICES, LINKS
 from torch_shard.plan.pictures import Wait
 from torch_shard.plan.planner import make_plan
@@ -106,10 +106,14 @@ def test_measured_memory_is_drawn_over_what_was_predicted_of_the_same_step(rank:
             model, lambda m: step(m, optimizer), memory=memory, ranks=2, on="cpu", optimizers=[optimizer], margin=0
         )
 
-    least = next(
-        each.nbytes for each in search_in(1 << 40).estimates if str(each.candidate) == "full_shard, prefetch 1"
-    )
-    predicted = search_in(least)
+    def peak() -> int:
+        found = search_in(1 << 40).estimates
+        return next(each.nbytes for each in found if str(each.candidate) == "full_shard, prefetch 1")
+
+    most = peak()
+    with patch.object(replayed_reductions, "has_too_many", lambda in_flight, on_streams: in_flight > 0):
+        least = peak()
+    predicted = search_in(most)
     run = Run(tmp_path / f"{rank}.json", predicted.best.candidate.config(ShardConfig()))
     page = tmp_path / f"{rank}.html"
     run.engine.report(page, run.optimizer, profile=run.path, predicted=predicted)
@@ -121,12 +125,13 @@ def test_measured_memory_is_drawn_over_what_was_predicted_of_the_same_step(rank:
     )
     assert "computing waits" in text and len(re.findall("<svg", text)) == 4
     assert ">measured<" in text and ">activation<" in text
-    # Both begin with the same bytes, and the highest moment is that of the plan.
+    # Both begin with the same bytes, and the highest moment is that of the plan, but for the buffers of reductions: which of
+    # those have ended is chance.
     states = sum(run.engine.memory_summary(run.optimizer)[kind] for kind in ("parameters", "gradients", "optimizer"))
     highest = states + max(nbytes for _, nbytes in run.found.memory)
-    most = predicted.replay.step.peak().total
+    assert predicted.replay.step.peak().total == most
     # One tensor of the batch's size may be freed a moment later, when a thread of Gloo's lets go of it.
-    assert 0.97 * most < highest < 1.03 * most + 4 * BATCH * WIDTH
+    assert 0.97 * least < highest < 1.03 * most + 4 * BATCH * WIDTH
     run.engine.report(page, run.optimizer, profile=run.path)
     assert ">measured<" in page.read_text() and ">activation<" not in page.read_text()
 
