@@ -76,6 +76,7 @@ def on_ranks(function: Any) -> tuple[list[Any], CountingStore]:
         ]:
             stack.enter_context(mock.patch(place, return_value=store))
         stack.enter_context(mock.patch.object(dist, "get_rank", side_effect=lambda *_: me.number))
+        stack.enter_context(mock.patch.object(dist, "get_backend", return_value="gloo"))
         pool = stack.enter_context(ThreadPoolExecutor(SIZE))
         return list(pool.map(run, range(SIZE))), store
 
