@@ -14,7 +14,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig, ShardTensor
 from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.errors import ConfigError
-from torch_shard.frontend import clip_norm, engines_over, limit_values, word_remedies
+from torch_shard.frontend import clip_norm, engines_over, explained_step, limit_values, word_remedies
 
 from ..strategy import precision as _precision
 from ..strategy.metric_states import move_states
@@ -149,6 +149,11 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         return optimizer
 
     # -- steps --------------------------------------------------------------------------------------------------------
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step as Lightning does; an error that memory has run out says what holds it."""
+        with explained_step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+
     def clip_gradients_norm(
         self,
         module: nn.Module,

@@ -17,7 +17,7 @@ import torch_shard
 from torch_shard import Engine, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers, keep_activations
 from torch_shard.errors import UnitStateError
-from torch_shard.frontend import own_buffers, word_remedies
+from torch_shard.frontend import explained_step, own_buffers, word_remedies
 from torch_shard.log import logger
 
 from .._private import Private, run_as_forward
@@ -223,6 +223,11 @@ class TrainerStrategyMixin(
         """Call ``LightningModule.predict_step`` as a forward of the module."""
         with self._evaluating("predict"), self.precision_plugin.predict_step_context():
             return run_as_forward(self.lightning_module, "predict_step", args, kwargs)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step as Lightning does; an error that memory has run out says what holds it."""
+        with explained_step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

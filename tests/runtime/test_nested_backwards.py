@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from tests.compat.harness import Pair, batch, plain_backward, train_both
@@ -67,3 +68,35 @@ def test_one_unit_is_gathered_at_a_time(rank: int, world_size: int) -> None:
         pair.step(plain_backward, batch(rank, step))
     assert held == [1] * 14, held
     pair.check()
+
+
+class Recomputed(nn.Module):
+    """Every layer is in a checkpoint, so that the loss's own graph has no part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True).tanh()
+        return x
+
+
+@ranks(2)
+def test_a_model_that_is_met_in_nested_backwards_alone_has_one_end(rank: int, world_size: int) -> None:
+    pair = Pair(Recomputed, rank, world_size, units=[nn.Linear])
+    for step in range(2):
+        pair.step(plain_backward, batch(rank, step))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        pair.step(plain_backward, batch(rank, 2))
+    pair.check()
+    names = [event.name for event in profiled.events()]
+    assert sum("reduction of unit" in name and "wait" not in name for name in names) == 4
+    assert names.count("torch_shard: wait for the end of backward") <= 1
+
+
+@ranks(2)
+def test_two_models_that_are_met_in_nested_backwards_alone(rank: int, world_size: int) -> None:
+    train_both(lambda: nn.Sequential(Recomputed(), Recomputed()), rank, world_size, units=[nn.Linear])

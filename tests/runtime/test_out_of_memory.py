@@ -16,6 +16,7 @@ import torch_shard
 from tests.support.ranks import ranks
 from torch_shard.comm.streams import Streams
 from torch_shard.errors import MissingRankError
+from torch_shard.optim.failed_steps import explained
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has a total capacity of 23.69 GiB of which 0.50 MiB is free."
@@ -147,3 +148,39 @@ def test_other_errors_are_left_as_they_are() -> None:
     with pytest.raises(RuntimeError) as caught:
         model(torch.zeros(2, 5))
     assert "memory has run out" not in str(caught.value)
+
+
+@ranks(2, fresh=True)
+def test_an_optimizer_that_can_not_make_its_state_says_so_and_the_others_quote_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[Hungry() for _ in range(3)])
+    torch_shard.shard(model, units=[Hungry], timeout=3.0, alone="error")
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 256)).sum().backward()
+    if rank == 1:
+        monkeypatch.setattr(torch.optim.Adam, "_init_group", lambda *args: fail(torch.empty(0)))
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            optimizer.step()
+        text = str(caught.value)
+        assert "\nrank 1: memory has run out in the optimizer's step. This rank holds" in text
+        assert "\nSome parameters and their state may have stepped, others not" in text
+    else:
+        optimizer.step()
+        with pytest.raises(MissingRankError, match="rank 1 ran out of memory in the optimizer's step at"):
+            model(torch.ones(2, 256))
+    dist.barrier()
+
+
+def test_an_error_of_a_closure_is_none_of_the_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    torch_shard.shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def closure() -> float:
+        model(torch.ones(2, 4)).sum().backward()
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught, explained(optimizer):
+        optimizer.step(closure)
+    assert str(caught.value) == MESSAGE

@@ -23,6 +23,7 @@ from ..engine import Engine
 from ..offload.memory_limits import available as free_host_bytes
 from ..offload.memory_limits import formatted as format_bytes
 from ..optim.checks import refusal_of
+from ..optim.failed_steps import explained as explained_step
 from ..optim.state_tree import copied as copy_tensors
 from ..optim.state_tree import map_tensors, tensors_of
 from ..plan.layer_selection import classes_named
@@ -64,6 +65,7 @@ __all__ = [
     "engine_holding",
     "engines_over",
     "exchange_texts",
+    "explained_step",
     "for_autocast",
     "format_bytes",
     "free_host_bytes",

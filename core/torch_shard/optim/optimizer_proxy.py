@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+from .failed_steps import explained
+
 __all__ = ["OptimizerProxy", "ParamGroups", "Session", "StateView", "StepBackend", "proxy_of"]
 
 
@@ -185,6 +187,11 @@ def _zero_grad(self: OptimizerProxy, cls: Any, *args: Any, **kwargs: Any) -> Non
     self._session.zero_grad(functools.partial(cls.zero_grad, self, *args, **kwargs), users)
 
 
+def _init_group(self: OptimizerProxy, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    with explained(self._session.optimizer()):
+        return cls._init_group(self, *args, **kwargs)
+
+
 def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) -> tuple[Any, Session]:
     """Make the object that takes `optimizer`'s place in its ``step``.
 
@@ -200,6 +207,8 @@ def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) ->
         names: dict[str, Any] = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         if hasattr(cls, "zero_grad"):
             names["zero_grad"] = functools.partialmethod(_zero_grad, cls)
+        if hasattr(cls, "_init_group"):  # in which torch's optimizers make their state
+            names["_init_group"] = functools.partialmethod(_init_group, cls)
         found = classes[cls] = type(cls.__name__, (OptimizerProxy, cls), names)
     proxy: Any = object.__new__(found)
     object.__setattr__(proxy, "__dict__", optimizer.__dict__)  # not by a __setattr__ of its own

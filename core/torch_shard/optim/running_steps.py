@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ShardError
 from .engines_of_optimizer import first_runtime
+from .failed_steps import explained
 from .optimizer_proxy import OptimizerProxy
 from .registry import kind_of
 
@@ -36,7 +37,8 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
         watch = None if runtime is None else runtime.steps()
         if watch is not None:
             args, kwargs = watch.before(this, args, kwargs, function, sys._getframe(1)) or (args, kwargs)
-        result = step(*args[1:], **kwargs) if step is not None and this is optimizer else function(*args, **kwargs)
+        with explained(this):
+            result = step(*args[1:], **kwargs) if step is not None and this is optimizer else function(*args, **kwargs)
         if watch is not None:
             watch.after(this, args, kwargs)
         return result

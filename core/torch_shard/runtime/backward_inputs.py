@@ -47,6 +47,8 @@ def install(runtime: Runtime) -> None:
         if given.arguments.get("inputs") is not None:
             given.arguments["inputs"] = _with_unsharded(given.arguments["inputs"])
         if graph_task() != -1:  # inside another backward, for which the runtimes are prepared
+            for runtime in list(_runtimes):
+                runtime.backwards.begin_nested()
             return original(*given.args, **given.kwargs)
         with contextlib.ExitStack() as stack:
             for runtime in list(_runtimes):

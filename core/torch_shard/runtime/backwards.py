@@ -14,7 +14,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,9 @@ class Backwards:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._end: weakref.ref[Any] | None = None  # the callback at the end of the running backward
+        # The callback at the end of a backward that runs others, which alone may have parts of this engine, and its graph task.
+        self._end_of_outer: weakref.ref[Any] | None = None
+        self._outer_task = -1
         self._tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
         self._begun = 0  # the number of backwards
         self._reduces = True  # the running backward reduces
@@ -159,10 +162,8 @@ class Backwards:
         if task in self._tasks:
             return
         if self._end is not None and self._end() is not None:
-            if task != -1:  # reentrant checkpointing runs a backward inside the backward
-                self._tasks.add(task)
-                ended = functools.partial(runtime.schedule.end_nested, task)
-                torch.autograd.Variable._execution_engine.queue_callback(ended)
+            if task != -1:
+                self._nest(task)
             return
         if self._refusal is not None:
             raise self._refusal
@@ -184,17 +185,41 @@ class Backwards:
                 flat.gradients.begin_backward(self._called, not self._reduces, partial)
         runtime.schedule.begin_backward()
         self._begun += 1
-        self._tasks = {task}
         self._creates_graph = torch.is_grad_enabled()
         runtime.schedule.double_backward |= self._creates_graph
         # Replicated units are not unsharded, so that the ranks have not agreed on the order in which they were used.
         sharded = runtime.collectives.size > 1
         runtime.reductions.begin(runtime.forward_order.values() if sharded else runtime.units)
-        runtime.engine_order.begin(runtime, task)
         # The graph task alone refers to this callback: if the task ends with an exception, the callback dies.
-        end = functools.partial(self.end_backward)
+        end = None if self._end_of_outer is None else self._end_of_outer()
+        self._tasks = {task if end is None else self._outer_task}
+        runtime.engine_order.begin(runtime, *self._tasks)
+        if end is None:
+            end = functools.partial(self.end_backward)
+            _queue(end)
+        elif task != self._outer_task:
+            self._nest(task)
         self._end = weakref.ref(end, self._abandon_if)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def begin_nested(self) -> None:
+        """Let this engine's backward end with the running one, inside of which another begins.
+
+        Reentrant checkpointing runs a backward for each layer, and the engine may be met in these alone. It would otherwise take
+        each for a backward of its own, with an end at which it waits for all reductions and for the other ranks.
+        """
+        if self._called and self._end is None and (self._end_of_outer is None or self._end_of_outer() is None):
+            end = functools.partial(self._end_outer)
+            self._end_of_outer, self._outer_task = weakref.ref(end), graph_task()
+            _queue(end)
+
+    def _end_outer(self) -> None:
+        if self._end is not None and self._end_of_outer is not None and self._end() is self._end_of_outer():
+            self.end_backward()
+
+    def _nest(self, task: int) -> None:
+        """Note that a backward inside the backward runs, which reshards at its end what only it has needed."""
+        self._tasks.add(task)
+        _queue(functools.partial(self.runtime.schedule.end_nested, task))
 
     def on_grad(self, unit: Unit, flat: FlatBuffer, index: int, grad: torch.Tensor, unshared: bool = False) -> None:
         """Add the complete gradient of an unsharded parameter to the gradient buffer; reduce what is complete.
@@ -339,6 +364,11 @@ class Backwards:
         runtime.collectives.drop_spares()
         runtime.forward_order.clear()
         runtime.session.close()
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the running graph task of autograd has ended without an exception."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _made_by_forward(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

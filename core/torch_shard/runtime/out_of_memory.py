@@ -23,7 +23,9 @@ from . import registry, statistics
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["explain"]
+__all__ = ["OPTIMIZER_STEP", "explain"]
+
+OPTIMIZER_STEP = "optimizer's step"
 
 # How torch's allocator for CPUs begins its RuntimeError, and what all of them ask for.
 _ON_CPU = "DefaultCPUAllocator: "
@@ -36,7 +38,7 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
     Args:
         runtime: of the model.
         error: the error that is about to leave the engine.
-        phase: ``"forward"`` or ``"backward"``.
+        phase: ``"forward"``, ``"backward"`` or :data:`OPTIMIZER_STEP`.
         unit: the unit that runs, if that is known.
     """
     if not isinstance(error, torch.OutOfMemoryError) and not (
@@ -82,7 +84,9 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
     allocated = None if runtime.host is not None else runtime.collectives.streams.allocated_memory()
     rest = "" if allocated is None else f", {mib(max(0, allocated - sum(held.values())))} MiB,"
     yield f"The rest{rest} is activations, buffers, temporary tensors, and what else the program keeps."
-    if runtime.in_backward is not None and phase == "backward":
+    if phase == OPTIMIZER_STEP:
+        yield "Some parameters and their state may have stepped, others not; load a checkpoint before training goes on."
+    elif runtime.in_backward is not None and phase == "backward":
         yield "Units whose gradients were complete have stepped in this backward; load a checkpoint before training goes on."
     else:
         dropped = "; gradients of this backward are dropped" * (phase == "backward")
