@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ _OVERWRITES = {
     "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
 _CHANNELS = 8  # fewer stay as they are
+_WIDEST = 14  # wider windows are unfolded into matrices
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
@@ -54,19 +56,36 @@ def workspace_of(func: Any, args: tuple[Any, ...], output: Any) -> int:
         matrices = min(torch.get_num_threads(), output.size(0)) if output.dim() == 3 else 1
         return int(4 * matrices * output.size(-2) * output.size(-1))
     if func is _aten.convolution.default:
-        return max(nbytes_of([output]), _reordered(args[0]) + nbytes_of([args[1]]))
+        plain = _is_product(args[1])
+        return 0 if plain else max(nbytes_of([output]), _reordered(args[0]) + nbytes_of([args[1]]))
     if func is _aten.convolution_backward.default:
-        gradient, inputs, weight = args[:3]
-        of_weight = nbytes_of([gradient]) + _reordered(inputs)
-        if weight.dtype is torch.bfloat16:  # its gradient is summed in fp32, in two layouts
-            of_weight += 4 * nbytes_of([weight])
-        return max(of_weight, nbytes_of([gradient, weight]) if output[0] is not None else 0)
+        return _backward_workspace(*args[:3])
     if func is _aten.mkldnn_rnn_layer.default:
         return nbytes_of(args[1:3]) + _gates(args[0], args[10])
     if func is _aten.mkldnn_rnn_layer_backward.default:
         copies = 2 if args[1].dtype is torch.bfloat16 else 1  # of weights: the layouts of their gradients are fp32
         return copies * nbytes_of(args[1:3]) + _gates(args[0], args[15])
     return 0
+
+
+def _is_product(weight: torch.Tensor) -> bool:
+    """Return True for a convolution that is computed as a product of matrices, without other layouts."""
+    return weight.dtype is torch.float32 and math.prod(weight.shape[2:]) == 1
+
+
+def _backward_workspace(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return what backward of a convolution takes; most of it is for the gradient of the weight, made in another layout."""
+    if _is_product(weight):
+        return 0
+    of_weight = nbytes_of([weight])
+    cloned = 0 if gradient.is_contiguous() else nbytes_of([gradient])
+    if weight.dtype is torch.bfloat16:  # summed in fp32, of one sample's transposed inputs at a time
+        sample = nbytes_of([inputs, gradient]) // max(1, inputs.size(0))
+        return cloned + max(nbytes_of([gradient]) + _reordered(inputs) + 2 * of_weight + sample, of_weight)
+    if max(weight.shape[2:]) > _WIDEST:
+        unfolded = math.prod(gradient.shape[2:]) * weight[0].numel() * weight.element_size()
+        return cloned + 4 * of_weight + unfolded
+    return cloned + max(nbytes_of([gradient]) + _reordered(inputs), of_weight)
 
 
 def _has_bfloat16() -> bool:
