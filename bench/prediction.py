@@ -3,16 +3,19 @@
     python bench/prediction.py                  150 cases on this machine's CPU, over Gloo
     python bench/prediction.py --held-out       the 50 that nothing was tuned on
     python bench/prediction.py --limit 12       to try the script
-    python bench/prediction.py --only gpt,t5 --verbose
+    python bench/prediction.py --only gpt2,t5 --verbose
+    python bench/prediction.py --large          ten that take 500 MB and more, and what the process takes of the machine
 
 The cases are pairs of settings in all combinations: models, strategies, precision, checkpointing, optimizers, ranks. They are
 drawn with a seed that was fixed before anything was tuned. What is measured is the level of the allocator's events, which the
-profiler records, in the fourth step; the prediction shares no code with it.
+profiler records, in the fourth step; the prediction shares no code with it. What a process takes of the machine is its largest
+resident size in that step; it is compared with the prediction and what was resident before there was a model.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -21,6 +24,7 @@ import platform
 import random
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -29,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from prediction_models import MODELS, Training
+from prediction_models import LARGE_MODELS, MODELS, Training
 
 import torch_shard
 from torch_shard.plan.planner import make_plan
@@ -58,6 +62,7 @@ class Case:
     optimizer: str
     ranks: int
     micro_batches: int
+    large: bool = False
 
     def __str__(self) -> str:
         more = [self.precision, self.optimizer, f"{self.ranks} ranks"]
@@ -84,6 +89,16 @@ def cases() -> list[Case]:
     return shuffled
 
 
+def large_cases() -> list[Case]:
+    """Return cases of the large models, two of each, which together have all strategies and optimizers."""
+    values = [list(LARGE_MODELS) * 2, STRATEGIES, ("fp32", "autocast"), (False, True), OPTIMIZERS]
+    draw = random.Random(SEED)
+    columns = [[column[n % len(column)] for n in range(len(values[0]))] for column in values]
+    for column in columns[1:]:
+        draw.shuffle(column)
+    return [Case(*row, ranks=2, micro_batches=1, large=True) for row in zip(*columns, strict=True)]  # type: ignore[misc]
+
+
 def config_of(case: Case) -> torch_shard.ShardConfig:
     precision = None
     if case.precision == "autocast":
@@ -104,7 +119,7 @@ def optimizer_of(case: Case, parameters: Any) -> torch.optim.Optimizer:
 
 def training_of(case: Case) -> Training:
     torch.manual_seed(0)
-    return MODELS[case.model](case.checkpointing)
+    return (LARGE_MODELS if case.large else MODELS)[case.model](case.checkpointing)
 
 
 def step_of(case: Case, training: Training, optimizer: torch.optim.Optimizer, model: Any) -> None:
@@ -138,24 +153,45 @@ def measured(case: Case) -> int:
     return min(peaks)
 
 
-def run(rank: int, chosen: list[Case], folder: str) -> None:
+def resident(field: str = "VmRSS") -> int:
+    """Return the bytes of physical memory that this process has; ``VmHWM``: the most it ever had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def most_resident(case: Case) -> tuple[int, int]:
+    """Return the bytes of memory of this process before there was a model, and the most in a step. Collective."""
+    training_of(dataclasses.replace(case, large=False))  # imports what the model needs
+    gc.collect()
+    before = resident()
+    training = training_of(case)
+    torch_shard.shard(training.model, config_of(case))
+    optimizer = optimizer_of(case, training.model.parameters())
+    for _ in range(3):
+        step_of(case, training, optimizer, training.model)
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew, see proc(5)
+    step_of(case, training, optimizer, training.model)
+    return before, resident("VmHWM")
+
+
+def run(rank: int, chosen: list[Case], folder: str, what: Callable[[Case], Any]) -> None:
     torch.set_num_threads(1)
     ranks = chosen[0].ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
     for number, case in enumerate(chosen):
-        bytes_here = measured(case)
+        here = what(case)
         gc.collect()
         everywhere: list[Any] = [None] * ranks
-        dist.all_gather_object(everywhere, bytes_here)
+        dist.all_gather_object(everywhere, here)
         if rank == 0:
             Path(folder, f"{number}.json").write_text(json.dumps(everywhere))
     dist.destroy_process_group()
 
 
-def measure(chosen: list[Case]) -> list[list[int]]:
-    """Return the measured peaks of each rank, for cases with one number of ranks."""
+def on_ranks(chosen: list[Case], what: Callable[[Case], Any] = measured) -> list[list[Any]]:
+    """Return what a function returns on each rank, for cases with one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (chosen, folder), nprocs=chosen[0].ranks)
+        mp.spawn(run, (chosen, folder, what), nprocs=chosen[0].ranks)
         return [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(len(chosen))]
 
 
@@ -192,9 +228,25 @@ def report(results: list[tuple[Case, list[Peak], list[int]]]) -> None:
         print(f"  {worst:+.2%}  {case}")
 
 
+def report_resident(results: list[tuple[Case, list[Peak], list[int]]]) -> None:
+    """Print what the processes take of the machine; each case is measured in processes of its own."""
+    print("\nResident size of the process, predicted with what was resident before the model:")
+    sizes = []
+    for case, peaks, _ in results:
+        ranks = on_ranks([case], most_resident)[0]
+        off = [(before + peak.total) / most - 1 for peak, (before, most) in zip(peaks, ranks, strict=True)]
+        sizes.append(abs(max(off, key=abs)))
+        before, most = ranks[0]
+        print(f"{max(off, key=abs):+.2%} of {most / 2**20:,.0f} MiB, of which {before / 2**20:,.0f} before  {case}")
+    print(
+        f"{sum(size <= 0.1 for size in sizes)} of {len(sizes)} are within 10 %; the largest error is {max(sizes):.2%}."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--held-out", action="store_true", help="the 50 cases that nothing was tuned on")
+    parser.add_argument("--large", action="store_true", help="ten cases of 500 MB and more, with two ranks")
     parser.add_argument("--limit", type=int, help="the first of the cases only")
     parser.add_argument("--only", help=f"some of: {','.join(MODELS)}")
     parser.add_argument(
@@ -206,7 +258,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
     chosen = cases()
-    chosen = chosen[-HELD_OUT:] if args.held_out else chosen[:-HELD_OUT]
+    chosen = large_cases() if args.large else chosen[-HELD_OUT:] if args.held_out else chosen[:-HELD_OUT]
     if args.only:
         chosen = [case for case in chosen if case.model in args.only.split(",")]
     chosen = chosen[: args.limit]
@@ -219,7 +271,7 @@ def main() -> None:
     results: list[tuple[Case, list[Peak], list[int]]] = []
     for ranks in RANKS:
         of_these = [case for case in chosen if case.ranks == ranks]
-        found = measure(of_these) if of_these else []
+        found = on_ranks(of_these) if of_these else []
         for case, real in zip(of_these, found, strict=True):
             peaks = predicted(case)
             results.append((case, peaks, real))
@@ -229,6 +281,8 @@ def main() -> None:
                 kinds = {kind: f"{peaks[0].kinds[kind] / 2**20:.2f}" for kind in KINDS if peaks[0].kinds[kind]}
                 print(f"    {[f'{each / 2**20:.2f}' for each in real]} {kinds}", flush=True)
     report(results)
+    if args.large:
+        report_resident(results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODELS", "Training"]
+__all__ = ["LARGE_MODELS", "MODELS", "Training"]
 
 
 @dataclass
@@ -224,3 +224,14 @@ MODELS: dict[str, Callable[[bool], Training]] = {
     "mixtral": _language_model("mixtral", length=16, **_EXPERTS),
 }
 """The models by name. The argument of each asks for activation checkpointing of its blocks."""
+
+_WIDER = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12}
+
+LARGE_MODELS: dict[str, Callable[[bool], Training]] = {
+    "bert": _language_model("bert", **_WIDER),
+    "gpt2": _language_model("gpt2", n_embd=768, n_layer=8, n_head=12, n_positions=256),
+    "llama": _language_model("llama", **_WIDER, num_key_value_heads=4),
+    "mixtral": _language_model("mixtral", length=64, **{**_EXPERTS, "hidden_size": 512, "intermediate_size": 2048}),
+    "t5": _encoder_decoder("t5", **{**_T5, "d_model": 768, "d_ff": 2048, "num_layers": 5, "num_heads": 12}),
+}
+"""Relatives of some of these that take 500 MB and more."""
