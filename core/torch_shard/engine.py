@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .activation_checkpointing import Layers, checkpointed_layers, has_checkpointed_layers, keep_activations
+from .activation_checkpointing import checkpointed_layers, has_checkpointed_layers, keep_activations
 from .close import close_units
 from .comm.traffic_statistics import Statistics
 from .config.shard_config import ShardConfig
@@ -26,7 +26,7 @@ from .runtime import backward_inputs, comm_hook_registration, registry, statisti
 from .runtime.forward_hooks import unregister
 from .runtime.runtime import Runtime
 from .setup import build
-from .setup.auto_settings import choose_settings
+from .setup.auto_settings import Chosen, choose_settings
 from .state import model_state, optimizer_state
 from .unit.unit import Unit
 from .unshard import gathered as _gathered
@@ -49,6 +49,7 @@ class Engine:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
         config: the :class:`~torch_shard.config.shard_config.ShardConfig` in use.
         recomputes: whether ``strategy="auto"`` has made layers recompute, until :meth:`close`.
+        smaller_settings: what ``strategy="auto"`` could have chosen that takes less memory, for the text of an error.
     """
 
     _pending: PendingSave | None = None  # the last asynchronous save
@@ -60,6 +61,7 @@ class Engine:
         self.plan = plan
         self.config = config
         self.recomputes = False
+        self.smaller_settings: tuple[str, ...] = ()
         registry.note_runtime(runtime, self)
         self._watch = StepWatch(runtime)
         backward_inputs.install(runtime)
@@ -764,14 +766,14 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         config = dataclasses.replace(config, **overrides)
     if instead_of_sharding is not None:
         return instead_of_sharding(model, config)
-    layers: Layers = False
-    offloaded = False
+    chosen = Chosen(config)
     if config.strategy == "auto":
-        config, layers, offloaded = choose_settings(model, config, mesh, has_checkpointed_layers(model))
-    with checkpointed_layers(model, layers, config.units, offloaded):
+        chosen = choose_settings(model, config, mesh, has_checkpointed_layers(model))
+        config = chosen.config
+    with checkpointed_layers(model, chosen.layers, config.units, chosen.offloaded):
         runtime, plan = build.build(model, config, mesh)
     engine = Engine(model, runtime, plan, config)
-    engine.recomputes = bool(layers)
+    engine.recomputes, engine.smaller_settings = bool(chosen.layers), chosen.smaller
     registry.note(model, engine)
     return engine
 

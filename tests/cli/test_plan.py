@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 import torch_shard
 from torch_shard import Offload
+from torch_shard.activation_checkpointing import offload_of as activation_offload_of
 from torch_shard.cli.main import main
 from torch_shard.config.offload import offload_of
 from torch_shard.config.offload_text import read_offload
+from torch_shard.config.precision import for_autocast
 from torch_shard.plan.paste import lines_for
 from torch_shard.plan.settings_search import Candidate
 
@@ -193,6 +198,22 @@ def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate
     assert found["trainer"].get("accumulate_grad_batches", 1) == candidate.accumulation
     assert (found["trainer"]["precision"], found["accelerator"]["mixed_precision"]) == ("bf16-mixed", "bf16")
     assert keys["mixed_precision"] == "bf16"
-    assert "torch_shard.shard(model, " in lines["plain"]
-    settings = lines["plain"].partition("shard(model, ")[2]
-    eval(f"ShardConfig({settings}", {"ShardConfig": torch_shard.ShardConfig, "torch_shard": torch_shard})
+
+
+class Layer(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_the_plain_lines_shard_as_was_planned(candidate: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch_shard.ShardConfig] = []
+    monkeypatch.setattr(torch_shard, "shard", lambda model, **given: found.append(torch_shard.ShardConfig(**given)))
+    model = nn.Sequential(*[Layer(nn.Linear(2, 2)) for _ in range(3)])
+    base = for_autocast(torch_shard.ShardConfig(), model, torch.bfloat16, "")
+    if isinstance(candidate.checkpointing, tuple):
+        candidate = dataclasses.replace(candidate, checkpointing=("Layer",))
+    exec(lines_for(candidate, "bf16")["plain"], {"model": model, "torch": torch})
+    assert found == [candidate.config(base)]
+    recomputing = sum("forward" in vars(layer) for layer in model)
+    assert recomputing == (3 if candidate.checkpointing else 0)
+    assert (activation_offload_of(model) is not None) == candidate.activation_offload

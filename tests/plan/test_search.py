@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.plan.test_trace_step import Block, Gpt
-from torch_shard import Offload, Precision, ShardConfig
+from torch_shard import Offload, Precision, ShardConfig, make_plan
 from torch_shard.errors import BudgetError, ConfigError, TraceError
 from torch_shard.plan import Estimate, Search, search
 from torch_shard.plan.devices import DEVICES
@@ -73,6 +73,21 @@ def test_what_does_not_fit_says_what_it_lacks() -> None:
     with pytest.raises(BudgetError, match=r"no settings fit 19\.00 MiB\. full_shard.* lacks least, .*Use more ranks"):
         assert result.best
     assert "(lacks " in result.table()
+
+
+@pytest.mark.parametrize(("momentum", "of_optimizer"), [(0.0, 0), (0.9, 1)])
+def test_states_are_those_of_the_optimizer_in_use(momentum: float, of_optimizer: int) -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    def step(model: nn.Module) -> None:
+        optimizer.zero_grad()
+        model(torch.randint(0, 100, (2, 16))).float().square().mean().backward()
+        optimizer.step()
+
+    result = search(model, step, memory=1 << 30, ranks=4, optimizers=[optimizer], on="cpu")
+    predicted = make_plan(model, ShardConfig(), 4).predicted
+    assert result.states == (2 + of_optimizer) * predicted.parameters
 
 
 def test_the_fastest_that_fits_comes_first() -> None:
@@ -214,7 +229,10 @@ def test_arguments_out_of_range(argument: str, value: Any) -> None:
 
 
 def test_a_step_that_cannot_be_traced_says_where() -> None:
-    with pytest.raises(TraceError, match=r"nonzero.* at .*test_search\.py"):
+    says = (
+        r"nonzero.* at .*test_search\.py(.|\n)*Parameters, gradients and Adam.s state alone are 0\.00 MiB on each rank"
+    )
+    with pytest.raises(TraceError, match=says):
         search(nn.Linear(4, 4), lambda model: model(torch.randn(4, 4)).nonzero(), memory=MIB, ranks=2, on="cpu")
 
 

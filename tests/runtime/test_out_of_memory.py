@@ -184,3 +184,13 @@ def test_an_error_of_a_closure_is_none_of_the_step() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught, explained(optimizer):
         optimizer.step(closure)
     assert str(caught.value) == MESSAGE
+
+
+def test_what_the_plan_has_found_is_named_first() -> None:
+    model = nn.Sequential(Hungry())
+    torch_shard.shard(model).smaller_settings = ("full_shard, prefetch 0 (1.00 MiB)",)
+    model[0].fails_in = "forward"
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"has tried, these take less memory: full_shard, prefetch 0 \(1.00 MiB\)\."
+    ):
+        model(torch.ones(2, 256))

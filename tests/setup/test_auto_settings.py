@@ -251,7 +251,11 @@ def test_contradictions_are_refused(settings: dict[str, Any], message: str) -> N
 
 def test_what_the_plan_chooses_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate("full_shard", 0, None, Offload(params=False), ("TransformerEncoderLayer",), True)
-    estimate = dataclasses.asdict(Estimate(candidate, 1, 1, 1.0, 0, {})) | {"settings": str(candidate)}
+    smaller = ["full_shard, prefetch 0 (1.00 MiB)"]
+    estimate = dataclasses.asdict(Estimate(candidate, 1, 1, 1.0, 0, {})) | {
+        "settings": str(candidate),
+        "smaller": smaller,
+    }
     monkeypatch.setattr(auto_settings, "_planned", lambda *_: json.loads(json.dumps(estimate)))
     layer = nn.TransformerEncoderLayer(16, 2, 32)
     model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(16, 1))
@@ -261,3 +265,4 @@ def test_what_the_plan_chooses_reaches_the_model(monkeypatch: pytest.MonkeyPatch
     assert has_checkpointed_layers(model) and not has_checkpointed_layers(model[1])
     assert offload_of(model) is not None
     engine.close()
+    assert engine.smaller_settings == tuple(smaller)

@@ -14,6 +14,7 @@ PLACES = {"lightning": "Lightning", "accelerate": "Accelerate", "yaml": "acceler
 """What the keys of :func:`lines_for` stand for."""
 
 
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -31,10 +32,8 @@ def lines_for(candidate: Candidate, autocast: str | None = None) -> dict[str, st
         settings["shard_size"] = candidate.shard_size
     if candidate.offload is not None:
         settings["offload"] = "cpu" if candidate.offload.params else candidate.offload
-    shard = f"engine = torch_shard.shard(model, {_arguments(settings)})"
+    plain = _plain(candidate, dict(settings), autocast)
     if candidate.checkpointing:
-        offloaded = ", offloaded=True" * candidate.activation_offload
-        shard = f"with checkpointed_layers(model, {candidate.checkpointing!r}, units=None{offloaded}):\n    {shard}"
         settings["activation_checkpointing"] = candidate.checkpointing
     if candidate.activation_offload:
         settings["activation_offload"] = True
@@ -44,14 +43,35 @@ def lines_for(candidate: Candidate, autocast: str | None = None) -> dict[str, st
     if candidate.accumulation > 1:
         trainer["accumulate_grad_batches"] = candidate.accumulation  # type: ignore[assignment]
         accelerator["gradient_accumulation_steps"] = candidate.accumulation
+        yaml.append(f"# In the script: Accelerator(gradient_accumulation_steps={candidate.accumulation})")
     yaml += ["fsdp_config:", *(f"  shard_{name.removeprefix('shard_')}: {_yaml(v)}" for name, v in settings.items())]
     plugin = f"ShardPlugin({_arguments(settings)})"
     return {
         "lightning": f"Trainer({_arguments(trainer, first=f'strategy=ShardStrategy({_arguments(settings)})')})",
         "accelerate": f"Accelerator({_arguments(accelerator, first=f'shard_plugin={plugin}')})",
         "yaml": "\n".join(yaml),
-        "plain": shard,
+        "plain": plain,
     }
+
+
+def _plain(candidate: Candidate, settings: dict[str, Any], autocast: str | None) -> str:
+    """Return the lines of a program without a framework, which has autocast and micro-batches in its own loop."""
+    lines = ["import torch_shard"]
+    arguments = _arguments(settings)
+    if autocast is not None:
+        arguments += (
+            f', precision=torch_shard.Precision({_DTYPES[autocast]}, cast_inputs=False, cast_params="autocast")'
+        )
+    shard = f"engine = torch_shard.shard(model, {arguments})"
+    if candidate.checkpointing:
+        lines.append("from torch_shard.activation_checkpointing import checkpointed_layers")
+        offloaded = ", offloaded=True" * candidate.activation_offload
+        lines.append(f"with checkpointed_layers(model, {candidate.checkpointing!r}, units=None{offloaded}):")
+        shard = f"    {shard}"
+    lines.append(shard)
+    if candidate.accumulation > 1:
+        lines.append(f"# In a step: {candidate.accumulation} micro-batches.")
+    return "\n".join(lines)
 
 
 def _arguments(values: dict[str, Any], first: str = "") -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from ..config.checks import check_int
 from ..config.offload import Offload
 from ..config.shard_config import ShardConfig
-from ..errors import BudgetError, ConfigError
+from ..errors import BudgetError, ConfigError, TraceError
 from .caching_allocator import CachingAllocator
 from .device_memory import reserved_by
 from .devices import DEVICES, LINKS, Device, Link
@@ -139,7 +139,7 @@ class Search:
         estimates: the candidates that fit, the fastest first; then the others, that which lacks least first. Of those whose
             seconds differ by about a percent, those come first that change less of the program.
         budget: the bytes of the device that a step may take.
-        states: the bytes of parameters, gradients and optimizer state (Adam's) of one rank under ``full_shard``.
+        states: the bytes of parameters, gradients and the optimizer's state of one rank under ``full_shard``.
         notes: each read of a value that the trace has answered with a constant.
         replay: a step with the settings of the first of the estimates.
     """
@@ -350,6 +350,7 @@ class _Searching:
     estimates: list[Estimate] = dataclasses.field(default_factory=list)
     notes: dict[Note, None] = dataclasses.field(default_factory=dict)
     best: tuple[Plan, StepTrace] | None = None
+    states: int = 0
 
     def __post_init__(self) -> None:
         self.config = dataclasses.replace(self.base, strategy="full_shard", shard_size=None)
@@ -369,8 +370,7 @@ class _Searching:
         assert self.best is not None  # there is always a strategy to try
         clock: list[float] = []
         replay = Replay(*self.best, self._timeline(self.best[1], clock), clock)
-        states = self.plan.predicted.total
-        return Search(tuple(self.estimates), self.hardware.budget, states, tuple(self.notes), replay)
+        return Search(tuple(self.estimates), self.hardware.budget, self.states, tuple(self.notes), replay)
 
     def _levels(self) -> Iterator[list[_Way]]:
         """Yield ways to compute activations, those that cost least time first.
@@ -400,7 +400,12 @@ class _Searching:
         names = way.checkpointing
         layers = [layer for layer in self.layers if names is True or (names and type(layer).__name__ in names)]
         # The trace depends on nothing in which the strategies differ.
-        trace = self.trace(self.plan, self.config, way.micro_batch, layers, way.activation_offload)
+        try:
+            trace = self.trace(self.plan, self.config, way.micro_batch, layers, way.activation_offload)
+        except TraceError as error:
+            states = f"Parameters, gradients and Adam's state alone are {mib(self.plan.predicted.total)} MiB"
+            error.args = (f"{error} {states} on each rank under full_shard.",)
+            raise
         self.notes.update(dict.fromkeys(trace.notes))
         usual, savers = (list(self._possible(way, settings)) for settings in (self._strategies(), self._savers()))
         groups = [usual, savers] if saves else [usual]
@@ -425,6 +430,9 @@ class _Searching:
         plan = make_plan(self.model, config, candidate.shard_size or ranks)
         step = sharded_step(trace, plan, config, data_parallel=ranks, accumulates=candidate.accumulation > 1)
         peak = step.peak()
+        if not self.states:  # that of the optimizer is the same under all strategies but those with several replicas
+            of_optimizer = sum(step.peak(device, ["optimizer state"]).total for device in {"cpu", step.device})
+            self.states = self.plan.predicted.total - self.plan.predicted.optimizer + of_optimizer
         nbytes = peak.total if self.hardware.on == "cpu" else reserved_by(step, CachingAllocator()).peak_reserved
         on_host = candidate.offload is not None or candidate.activation_offload
         host_nbytes = step.peak("cpu").total if on_host else 0

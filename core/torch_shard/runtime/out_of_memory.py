@@ -91,7 +91,9 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
     else:
         dropped = "; gradients of this backward are dropped" * (phase == "backward")
         yield f"Parameters and optimizer state are unchanged{dropped}."
-    if plan is not None:
+    if engine is not None and engine.smaller_settings:
+        yield f"Of the settings that the plan has tried, these take less memory: {'; '.join(engine.smaller_settings)}."
+    elif plan is not None:
         yield from _cheaper(plan, _asked(message))
 
 

@@ -6,6 +6,7 @@ It is planned in a process of its own, by ``torch-shard plan``: that runs the sc
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ from ..offload.memory_limits import available
 from ..plan.devices import device_called
 from ..plan.memory_estimate import mib
 
-__all__ = ["PLANNING", "choose_settings"]
+__all__ = ["PLANNING", "Chosen", "choose_settings"]
 
 PLANNING = "TORCH_SHARD_PLANNING"
 """The variable of the environment that is set where a script is planned."""
@@ -38,11 +39,25 @@ _LONGEST = 3600.0  # seconds that a plan may take; the other ranks wait a little
 _CHOSEN = ("strategy", "prefetch", "shard_size")
 
 
-def choose_settings(
-    model: nn.Module, config: ShardConfig, mesh: Any, recomputes: bool
-) -> tuple[ShardConfig, bool | tuple[str, ...], bool]:
-    """Return `config` with the settings that fit and are the fastest, which layers are to recompute, and whether their inputs
-    are to wait in host memory. Collective.
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The settings that fit and are the fastest.
+
+    Attributes:
+        config: all but those of layers.
+        layers: which layers are to recompute; True: all that repeat.
+        offloaded: their inputs are to wait in host memory.
+        smaller: in words, the fastest of the other settings that take less memory.
+    """
+
+    config: ShardConfig
+    layers: bool | tuple[str, ...] = False
+    offloaded: bool = False
+    smaller: tuple[str, ...] = ()
+
+
+def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes: bool) -> Chosen:
+    """Return `config` with the settings that fit and are the fastest, as the plan of this script finds. Collective.
 
     A model that doesn't train has no step to plan, and gets ``full_shard``, which takes the least memory.
 
@@ -56,7 +71,7 @@ def choose_settings(
         TraceError: the script can't be planned, see there.
     """
     if not any(p.requires_grad for p in model.parameters()):
-        return dataclasses.replace(config, strategy="full_shard", memory=None), False, False
+        return Chosen(dataclasses.replace(config, strategy="full_shard", memory=None))
     world = (
         torch.distributed.get_world_size()
         if torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -90,14 +105,17 @@ def choose_settings(
     offload = None if candidate["offload"] is None else Offload(**candidate["offload"])
     chosen = dataclasses.replace(config, memory=None, offload=offload, **{name: candidate[name] for name in _CHOSEN})
     logger.info('strategy="auto" has chosen: %s (%s MiB)', answer["settings"], mib(answer["nbytes"]))
+    smaller = tuple(answer["smaller"])
     if recomputes:
-        return chosen, False, False
+        return Chosen(chosen, smaller=smaller)
     layers = candidate["checkpointing"]
-    return chosen, layers if isinstance(layers, bool) else tuple(layers), candidate["activation_offload"]
+    return Chosen(
+        chosen, layers if isinstance(layers, bool) else tuple(layers), candidate["activation_offload"], smaller
+    )
 
 
 def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str, Any]:
-    """Return the best candidate of ``torch-shard plan --json`` for this program."""
+    """Return the best candidate of ``torch-shard plan --json`` for this program, with :attr:`Chosen.smaller`."""
     if PLANNING in os.environ:
         raise errors.TraceError(
             "the script starts processes that shard; only what it does in its own process can be planned."
@@ -126,6 +144,8 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
             f"no settings fit {mib(found['budget'])} MiB. {best['settings']} lacks least, {mib(best['lacks'])} MiB. Use more "
             "ranks, or a smaller or shorter batch."
         )
+    smaller = (each for each in found["candidates"] if each["nbytes"] < best["nbytes"])  # those that fit come first
+    best["smaller"] = [f"{each['settings']} ({mib(each['nbytes'])} MiB)" for each in itertools.islice(smaller, 2)]
     return best
 
 
