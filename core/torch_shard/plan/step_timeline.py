@@ -14,6 +14,9 @@ from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, S
 __all__ = ["timeline_of"]
 
 _STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
+_BY_CORES = 0.5
+"""The part of a collective's time that is taken from computing on CPUs: Gloo's threads copy on the same cores. Seen with two ranks
+on two cores (``bench/choice.py``)."""
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -37,7 +40,8 @@ def timeline_of(
     ``host``, which steps the optimizer.
 
     A collective begins when what was computed before it was issued has ended, and the stream that it runs on has nothing else to
-    do. What is computed after a wait begins when the collective has ended.
+    do. What is computed after a wait begins when the collective has ended. On CPUs a collective takes a part of its time from
+    computing, too.
 
     Args:
         step: a step of the plain model or of a sharded one.
@@ -83,6 +87,8 @@ def timeline_of(
             seconds = collective_seconds(event.kind, event.nbytes, event.ranks, in_node, intra, inter)
             name, after = _STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
             running[event.number] = timeline.stream(name).run(seconds, after, event.unit, event.kind)
+            if step.device == "cpu":
+                compute.run(_BY_CORES * seconds, (), event.unit, event.kind, host_seconds=0.0)
             reduced = [running[event.number]] if event.kind == "reduce_scatter" else []
         elif isinstance(event, HostUpdate):
             stream = timeline.stream("host")
