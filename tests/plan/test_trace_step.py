@@ -196,10 +196,23 @@ def test_the_peak_is_that_of_a_real_step(name):
     assert abs(traced_peak(trace) - measured_peak(model, step)) <= (16 if "adam" in name else 0)
 
 
-@pytest.mark.parametrize(("make", "shape"), [(conv_net, (4, 3, 32, 32)), (convolutions, (4, 16, 32, 32))])
-def test_convolutions_hold_the_copies_that_their_kernels_reorder(make, shape):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (conv_net, (4, 3, 32, 32)),
+        (convolutions, (4, 16, 32, 32)),
+        (lambda: nn.Conv2d(128, 192, 3, padding=1), (4, 128, 8, 8)),  # its weight is larger than its inputs
+        (lambda: nn.Conv2d(3, 256, 16, stride=16), (4, 3, 112, 112)),  # patches, as vision transformers have them
+    ],
+)
+def test_convolutions_hold_the_copies_that_their_kernels_reorder(make, shape, dtype):
     # oneDNN copies inputs, weights and results into layouts of its own, which depend on the processor.
-    model, step = make(), backward(*shape)
+    model, x = make().to(dtype), torch.randn(shape, dtype=dtype)
+
+    def step(model: nn.Module) -> None:
+        model(x).pow(2).mean().backward()
+
     trace = trace_step(model, step)
     assert traced_peak(trace) == pytest.approx(measured_peak(model, step), rel=0.05)
 
