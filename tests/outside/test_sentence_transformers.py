@@ -38,13 +38,6 @@ def entailments(folder: Path) -> None:
     (folder / "work/sentence-transformers/all-nli/README.md").write_text(readme)
 
 
-def questions(folder: Path) -> None:
-    makers.bert(folder / "work/sentence-transformers/all-distilroberta-v1")
-    for split, count in (("train", 900), ("test", 60)):
-        found = [{"text": words(n), "coarse_label": n % 3, "fine_label": n % 6} for n in range(count)]
-        makers.rows(folder / f"work/omkar334/trec/{split}.jsonl", found)
-
-
 NANO_BEIR = (
     "ArguAna", "ClimateFEVER", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ", "QuoraRetrieval",
     "SCIDOCS", "SciFact", "Touche2020",
@@ -106,18 +99,11 @@ def pairs(folder: Path) -> None:
 
 PROGRAMS = [
     Program(
-        "sentence-transformers training_batch_hard_trec, evaluated, checkpoints",
-        example("sentence_transformer/training/other/training_batch_hard_trec.py", "771bef975cdba82a"),
-        (),
-        ACCELERATE,
-        prepare=questions,
-        tolerance=KEYS,
-    ),
-    Program(
         "sentence-transformers training_nli_v2 (MultipleNegativesRankingLoss), evaluated, checkpoints",
         example("sentence_transformer/training/nli/training_nli_v2.py", "05709f4d83649ff8"),
         (),
         ACCELERATE,
+        names_folders_by_second=True,
         prepare=entailments,
         tolerance=KEYS,
     ),
@@ -126,7 +112,9 @@ PROGRAMS = [
         example("cross_encoder/training/sts/training_stsbenchmark.py", "d6a574a47db87e08"),
         (),
         ACCELERATE,
+        names_folders_by_second=True,
         prepare=similarity,
+        stand_ins=["bf16_everywhere"],
         tolerance=KEYS,
     ),
     Program(
@@ -134,7 +122,9 @@ PROGRAMS = [
         example("sparse_encoder/training/sts/train_splade_stsbenchmark.py", "a38b92e0f2c6fa3d"),
         (),
         ACCELERATE,
+        names_folders_by_second=True,
         prepare=similarity,
+        stand_ins=["bf16_everywhere"],
         tolerance=KEYS,
     ),
     Program(
@@ -142,8 +132,9 @@ PROGRAMS = [
         example("sentence_transformer/training/prompts/training_nq_prompts.py", "fa99ce1d0e24e2dc"),
         (),
         ACCELERATE,
+        names_folders_by_second=True,
         prepare=answers,
-        stand_ins=["no_uploads"],
+        stand_ins=["no_uploads", "bf16_everywhere"],
         tolerance=KEYS,
         limit=1800,
     ),
@@ -152,7 +143,9 @@ PROGRAMS = [
         example("cross_encoder/training/ms_marco/training_ms_marco_cmnrl.py", "8177f5770aaef1d2"),
         (),
         ACCELERATE,
+        names_folders_by_second=True,
         prepare=passages,
+        stand_ins=["no_uploads", "bf16_everywhere"],
         tolerance=KEYS,
         limit=1800,
     ),

@@ -15,7 +15,7 @@ import torch
 from .files import Pixels, read, without_dates
 from .program import Tolerance
 
-__all__ = ["Report", "compare_files", "compare_losses"]
+__all__ = ["Report", "compare_files", "compare_losses", "named_apart"]
 
 _SHOWN = 12  # differences in a message
 
@@ -64,6 +64,12 @@ def compare_files(expected: Path, found: Path, tolerance: Tolerance, left_out: S
         report.compared += 1
         _compare(read(names[name]), read(ours[name]), name, tolerance, tolerance.files, report)
     return report
+
+
+def named_apart(folder: Path) -> bool:
+    """Return True if folders differ by the second in their names alone: each rank has named what is meant to be one folder."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()]
+    return len(set(map(without_dates, names))) < len(names)
 
 
 def _files(folder: Path, left_out: Sequence[str]) -> dict[str, Path]:
