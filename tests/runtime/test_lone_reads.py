@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision
@@ -371,20 +374,34 @@ def test_without_other_ranks_a_read_that_is_refused_raises_its_own_error(rank: i
 @ranks(2)
 def test_reads_are_logged_once_a_line_with_their_bytes_in_the_statistics(rank: int) -> None:
     sharded, engine, _ = made()
-    lines = []
-    torch_shard.log.logger.addFilter(lambda record: lines.append(record.getMessage()) or True)
-    torch_shard.log.logger.setLevel("INFO")
     before = engine.statistics()
-    for _ in range(3):
-        if rank == 0:
-            values(sharded)
-        train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
+    with captured_log(logging.INFO) as lines:
+        for _ in range(3):
+            if rank == 0:
+                values(sharded)
+            train(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
     found = engine.statistics().since(before)
     own = [line for line in lines if "reads the model alone" in line]
     assert len(own) == (rank == 0)
+    # Of the first read alone: all three read as much.
+    assert all(f": {found.lone_bytes // 3:,} bytes from other ranks" in line for line in own), own
     assert found.lone_reads == (3 if rank == 0 else 0)
     size = sum(p.numel() * p.element_size() for p in Net().parameters())
     assert 3 * size / 2 - 3 * 256 <= found.lone_bytes <= 3 * size / 2 + 3 * 256 if rank == 0 else found.lone_bytes == 0
+
+
+@ranks(2)
+def test_a_read_that_fails_is_logged_with_what_it_has_read_until_then(rank: int) -> None:
+    sharded, engine, _ = made()
+    with captured_log(logging.INFO) as lines:
+        if rank == 0:
+            with pytest.raises(ZeroDivisionError), engine.gathered():
+                assert not lines
+                sharded.scale / (1 // 0)
+            (line,), found = lines, engine.statistics().lone_bytes
+            assert found > 0
+            assert re.search(rf"test_lone_reads\.py:\d+ \(.*\): {found:,} bytes", line), line
+    dist.barrier()
 
 
 @ranks(2)

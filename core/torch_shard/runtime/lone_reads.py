@@ -43,7 +43,8 @@ class LoneReads:
         self.reading: Reading | None = None
         self._units: list[Unit] = []  # those that are unsharded for the running read
         self._held = False  # forwards don't end the running read
-        self._reported: set[str] = set()  # lines that the log has named
+        self._reported: set[str] = set()  # lines that the log has named, or names at the end of the running read
+        self._to_report: tuple[str, str] | None = None  # where the running read has begun, if its end is to log that
         self.count = self.bytes_read = 0
 
     @property
@@ -118,15 +119,21 @@ class LoneReads:
                 raise DivergenceError(" And of the original of this copy: ".join(errors))
             self._open = stack.pop_all()
         self.count += 1
-        line = caller_line()
+        line = caller_line()  # another one at the end of the read, perhaps
         if line not in self._reported:
             self._reported.add(line)
+            self._to_report = line, what
+
+    def _report(self, nbytes: int) -> None:
+        """Log the line of the read that ends now, unless it has been logged."""
+        found, self._to_report = self._to_report, None
+        if found is not None:
             logger.info(
-                "rank %d reads the model alone at %s (%s): the other ranks are elsewhere. All ranks together would be faster; "
-                "this is said once for each line.",
-                c.world_rank,
-                line,
-                what,
+                "rank %d reads the model alone at %s (%s): %s bytes from other ranks, which are elsewhere. All ranks together "
+                "would be faster; this is said once for each line.",
+                self._runtime.collectives.world_rank,
+                *found,
+                f"{nbytes:,}",
                 extra=ANY_RANK,
             )
 
@@ -176,9 +183,13 @@ class LoneReads:
             self._free_units()
         finally:
             self._units = []
-            self.bytes_read += self.reading.bytes_read if self.reading is not None else 0
+            nbytes = self.reading.bytes_read if self.reading is not None else 0
+            self.bytes_read += nbytes
             self.reading = None
-            stack.close()
+            try:
+                stack.close()
+            finally:
+                self._report(nbytes)
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[Reading | None]:
