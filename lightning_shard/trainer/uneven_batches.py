@@ -4,8 +4,9 @@ Under DDP that works, since a forward without gradients sends nothing. Here a fo
 numbers differ, each rank holds the full parameters from its first batch to its last, and needs no other rank meanwhile.
 
 If full parameters don't fit in memory, or a rank can't know how many batches it has before it has read them, each forward says
-whether its batch is this rank's last. The engine compares that between the ranks with what they compare anyway. The last batch
-of the rank that has fewest then raises an error on all ranks, which would otherwise wait for it.
+whether its batch is this rank's last. The engine compares that between the ranks with what they compare anyway. Where the answers
+differ, each rank reads the model alone, and so does one that has more batches than the others from there on. Where ranks may not
+read alone (``ShardConfig(alone="error")``), all of them raise an error instead.
 """
 
 from __future__ import annotations

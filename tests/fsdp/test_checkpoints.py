@@ -182,6 +182,20 @@ def test_dcp_saves_and_loads_what_get_state_dict_gives(make, rank, tmp_path):
 
 
 @ranks(2)
+@pytest.mark.parametrize("set_type", [LOCAL, *exhaustive(SHARDED)])
+def test_dcp_saves_and_loads_what_the_model_gives_itself(set_type, rank, tmp_path):
+    model, expected = one(), whole(one())
+    with FSDP.state_dict_type(model, set_type):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step")
+        clear(model)
+        assert not any(value.any() for value in whole(model).values())
+        values = model.state_dict()
+        dcp.load({"model": values}, checkpoint_id=tmp_path / "step")
+        model.load_state_dict(values)
+    torch.testing.assert_close(whole(model), expected, rtol=0, atol=0)
+
+
+@ranks(2)
 @pytest.mark.parametrize("direction", ["from torch", *exhaustive("to torch")])
 def test_checkpoints_of_dcp_go_between_torchs_fsdp_and_this_one(direction, rank, tmp_path):
     def theirs():
