@@ -1,4 +1,4 @@
-"""From its third step on, a training that repeats itself needs no agreement on what is gathered."""
+"""From its third step on, a training that repeats itself needs no agreement on what is gathered, and asks no rank's service."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_shard
 from tests.support.followed import followed
 from tests.support.ranks import ranks
 from torch_shard.comm.divergence import OperationSequence
+from torch_shard.comm.one_sided.partners import Partners
+from torch_shard.comm.one_sided.service import Service
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -45,3 +48,48 @@ def test_gathers_are_predicted(
     gathers, agreements = steps[-1]
     assert not agreements
     assert all(step == (gathers, []) for step in steps[2:])
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim"])
+@ranks(2)
+def test_nothing_is_asked_of_a_service_unless_a_rank_reads_alone(
+    rank: int, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    torch_shard.shard(model, strategy=strategy, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent: list[str] = []
+    answered: list[str] = []
+    ask, tell, answer = Partners.ask, Partners.tell, Service._answer
+
+    def asks(partners: Partners, to: int, **question: Any) -> Any:
+        sent.append(question["ask"])
+        return ask(partners, to, **question)
+
+    def tells(partners: Partners, to: int, **message: Any) -> None:
+        sent.append(message["ask"])
+        tell(partners, to, **message)
+
+    def answers(service: Service, link: Any, request: dict[str, Any], *args: Any) -> None:
+        answered.append(request["ask"])
+        answer(service, link, request, *args)
+
+    monkeypatch.setattr(Partners, "ask", asks)
+    monkeypatch.setattr(Partners, "tell", tells)
+    monkeypatch.setattr(Service, "_answer", answers)
+    for step in range(6):
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            dist.barrier()  # what the first steps have asked has been answered
+            sent.clear()
+            answered.clear()
+    dist.barrier()
+    assert (sent, answered) == ([], [])
+    if rank == 0:
+        model[0].weight.detach().norm()
+    dist.barrier()
+    assert bool(sent) == (rank == 0)
+    assert bool(answered) == (rank == 1)
