@@ -294,30 +294,51 @@ def test_conversions_that_change_nothing_are_no_edits(rank: int) -> None:
     same((weight.full_tensor(), bias.full_tensor()), expected)
 
 
+def edit(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+CHANGES: dict[str, Callable[[nn.Module, torch_shard.Engine, torch.optim.Optimizer, dict[str, Any]], Any]] = {
+    "step": lambda m, e, optimizer, other: optimizer.step(),
+    "edit": lambda m, e, optimizer, other: edit(m),
+    "engine.load_state_dict": lambda m, e, optimizer, other: e.load_state_dict(other),
+    "model.load_state_dict": lambda m, e, optimizer, other: m.load_state_dict(other),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @ranks(2)
-def test_a_step_waits_while_a_partner_reads(rank: int) -> None:
+def test_a_change_waits_while_a_partner_reads(rank: int, change: str) -> None:
     sharded, engine, _ = made()
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     sharded(TOKENS).square().mean().backward()
-    before = engine.state_dict(rank0_only=False)["embed.weight"]
+    before = engine.state_dict(rank0_only=False)
+    other = {key: value + 1 for key, value in before.items()}
+    name, first, later = "blocks.0.0.weight", sharded.embed, sharded.blocks[0]
     if rank == 0:
-        with engine.gathered():
+        with engine.gathered(first):
             dist.barrier()
             time.sleep(0.3)
-            assert torch.equal(sharded.embed.weight, before)
-        read = time.monotonic()
-        dist.barrier()
+            # Not what was read before the other rank came to its change.
+            size = engine.statistics().lone_bytes
+            assert torch.equal(later[0].weight.full_tensor(), before[name])
+            at = time.monotonic()
+        assert engine.statistics().lone_bytes > size
     else:
         dist.barrier()  # rank 0 reads now
-        optimizer.step()
-        stepped = time.monotonic()
-        dist.barrier()
-    at = torch.tensor([read if rank == 0 else stepped], dtype=torch.float64)  # one clock: all ranks are on one host
-    both = [torch.empty_like(at), torch.empty_like(at)]
-    dist.all_gather(both, at)
-    assert both[1] >= both[0] - 0.05
-    if rank == 0:
-        optimizer.step()
+    CHANGES[change](sharded, engine, optimizer, other)
+    if rank == 1:
+        at = time.monotonic()
+    mine = torch.tensor([at], dtype=torch.float64)  # one clock: all ranks are on one host
+    both = [torch.empty_like(mine), torch.empty_like(mine)]
+    dist.all_gather(both, mine)
+    assert both[1] >= both[0]
+    after = engine.state_dict(rank0_only=False)[name]
+    assert not torch.equal(after, before[name])
+    if change != "step":
+        torch.testing.assert_close(after, before[name] * 2 if change == "edit" else other[name])
 
 
 @ranks(2)
