@@ -463,15 +463,15 @@ def test_a_lone_state_dict_takes_memory_for_its_values_and_one_unit(rank: int) -
 
 
 @pytest.mark.exhaustive
-@ranks(3, timeout=900)
-def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int) -> None:
-    """Whether they meet or not: 500 evaluations, each rank up to two seconds late."""
-    sharded, engine, plain = made(alone_after=0.2)
-    late = torch.Generator().manual_seed(100 + rank)
+@pytest.mark.parametrize("part", range(5))
+@ranks(3, timeout=450)
+def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int, part: int) -> None:
+    """Whether they meet or not: in all parts 500 evaluations, before each of which each rank is up to two seconds late."""
+    sharded, engine, plain = made()
+    late = torch.Generator().manual_seed(100 * part + rank)
     alone = [0]  # evaluations, in each of the parts between two steps
-    for n in range(500):
-        longest = 2.0 if n % 25 == 0 else 0.05
-        time.sleep(longest * torch.rand(1, generator=late).item() ** 2)
+    for n in range(100):
+        time.sleep(2 * torch.rand(1, generator=late).item())
         before = engine.statistics().lone_reads
         same(values(sharded), values(plain))
         alone[-1] += engine.statistics().lone_reads - before
@@ -483,4 +483,4 @@ def test_ranks_that_evaluate_seconds_apart_never_mix(rank: int) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, alone)
     assert all(other == alone for other in everyone), everyone
-    assert 10 <= sum(alone) <= 400, alone  # so that both really occur
+    assert 5 <= sum(alone) <= 95, alone  # so that both really occur
