@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.runtime.test_lone_reads import TOKENS, made, same
 from tests.support.marks import quick
 from tests.support.ranks import ranks
 from torch_shard.comm.one_sided.partners import Partners, Reading
@@ -118,3 +119,27 @@ def test_a_lone_read_that_records_gradients_does_not_meet_the_forward_of_the_oth
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.zero_grad()
     assert engine.statistics().lone_reads == (3 if rank == 0 else 0)
+
+
+READS: dict[str, Callable[[nn.Module, torch_shard.Engine, torch.optim.Optimizer], Any]] = {
+    "a value that records gradients": lambda model, engine, optimizer: model.blocks[0][0].weight.norm(),
+    "optimizer state": lambda model, engine, optimizer: engine.optim_state_dict(optimizer),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@ranks(2, exhaustive=(3,))
+def test_it_reads_between_a_forward_and_its_backward_in_which_the_others_wait_for_it(rank: int, read: str) -> None:
+    """By then they compare nothing before they gather what follows every time."""
+    sharded, engine, plain = made(norm=nn.LayerNorm, timeout=10)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (sharded, plain)]
+    for _ in range(4):
+        for model, optimizer in zip((sharded, plain), optimizers, strict=True):
+            loss = model(TOKENS).square().mean()
+            if rank == 0 and model is sharded:
+                READS[read](sharded, engine, optimizer)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.statistics().lone_reads == (4 if rank == 0 else 0)
+    same(engine.state_dict(rank0_only=False), plain.state_dict())

@@ -242,9 +242,8 @@ class Comparisons:
                 place = places.get(rank, "")
                 # It does not come, either, while it waits for a change that this rank makes only behind this read.
                 insist = late or (self.service is not None and rank in self.service.awaited)
-                answer = self.partners.ask(
-                    rank, ask="whereabouts", comparison=pending.number, insist=insist, sure=sure, place=place
-                )
+                known = {"insist": insist, "sure": sure, "place": place, "issued": pending.channel.groups.issued}
+                answer = self.partners.ask(rank, ask="whereabouts", comparison=pending.number, **known)
                 places[rank] = answer["place"]
                 if answer["state"] == "away":
                     return False

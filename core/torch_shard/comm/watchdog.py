@@ -159,7 +159,11 @@ class Watchdog:
         # The watchdog's own post is new to it, too, so that it reads the posts at once.
         self._post(pending.channel, pending.number, pending.what)
         posts: dict[int, Any] = {}
+        service = comparisons.service
+        outer = None if service is None else service.collective
         try:
+            if service is not None:
+                service.collective = pending.channel.name, pending.channel.members, pending.number
             while True:
                 if ends_within(work, self._tick, pending):
                     return
@@ -192,6 +196,8 @@ class Watchdog:
             groups.abort(self.rank, error)
             raise
         finally:
+            if service is not None:
+                service.collective = outer
             self._withdraw()
 
     def host_barrier(self, what: str) -> None:

@@ -67,6 +67,7 @@ class Service:
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
         served: when a partner was served last, by ``time.monotonic()``.
         awaited: the ranks that wait for a change which this rank has still to make.
+        collective: the collective in which this rank waits: its channel's name and members, and its number; None if it does not.
     """
 
     def __init__(self, rank: int) -> None:
@@ -77,6 +78,7 @@ class Service:
         self.issued = self.promised = self.joined = 0
         self.reads = False
         self.awaited: set[int] = set()
+        self.collective: tuple[str, tuple[int, ...], int] | None = None
         self.served = 0.0
         self._ended = threading.Event()  # the rank's script has ended, or it has left the group
         self._sources: dict[str, weakref.ref[ShardSource]] = {}
@@ -155,6 +157,7 @@ class Service:
         kind = request["ask"]
         if kind == "whereabouts":
             about = [request[name] for name in ("comparison", "insist", "sure", "place")]
+            about.append(self._waits_for(partner, request["issued"]))
             state, place = self._whereabouts(*about)
             wire.send(link, {"state": state, "place": place})
         elif kind == "admit":
@@ -216,14 +219,21 @@ class Service:
         wire.send(link, {"nbytes": shard.nbytes})
         wire.send_tensor(link, shard)
 
-    def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str) -> tuple[str, str]:
+    def _waits_for(self, partner: int, issued: dict[str, int]) -> bool:
+        """Return True if this rank waits in a collective which `partner` has not begun, with the numbers that it has `issued`."""
+        name, members, number = self.collective or ("", (), 0)
+        return partner in members and issued.get(name, 0) < number
+
+    def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str, for_it: bool) -> tuple[str, str]:
         """Return what the main thread does, for a partner that waits in a comparison, and where it waits.
 
         "here": it has issued that comparison. "away": it has not, and this rank promises to say, when it comes there, that the
         partner has gone on alone. It promises where the partner insists, where the main thread still waits in the place where
-        the partner has `seen` it, and where its script has ended. "waiting": it waits for something else. "busy": it computes.
+        the partner has `seen` it, or `for_it`, in a collective, and where its script has ended. "waiting": it waits for
+        something else. "busy": it computes.
 
-        If the partner has to be `sure`, a wait for one of the engine's collectives is none in which the main thread will stay.
+        If the partner has to be `sure`, a wait for another rank in one of the engine's collectives is none in which the main
+        thread will stay.
         """
         place = self._waits_in()
         if sure and place.startswith("torch_shard."):
@@ -232,7 +242,7 @@ class Service:
             if self.issued >= comparison:
                 return "here", ""
             waits = bool(place) and place == seen
-            if insist or waits or self._ended.is_set() or (self.promised >= comparison and not sure):
+            if insist or waits or for_it or self._ended.is_set() or (self.promised >= comparison and not sure):
                 self.promised = max(self.promised, comparison)
                 return "away", ""
         return ("waiting", place) if place else ("busy", "")
