@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_shard
+from tests.support.logs import captured_log
 from tests.support.ranks import ranks
-from torch_shard import ShardConfig
-from torch_shard.config.autocast_params import is_cast
+from torch_shard import Precision, ShardConfig
+from torch_shard.config.autocast_params import is_cast, is_cast_by_size
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import for_autocast
 
@@ -127,6 +129,43 @@ def test_other_modules_are_told_by_their_parameters() -> None:
         nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)).parametrizations.weight, "original1", wide
     )
     assert not is_cast(Gated(2, 2), "gate", wide)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "ViT"])
+def test_nothing_is_told_by_its_size_in_usual_models(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(getattr(transformers, f"{family}Config")())
+    large = 0
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            large += p.numel() >= 1 << 20
+            assert not is_cast_by_size(module, p.shape)
+    assert large > 20
+
+
+class _Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1 << 12, 1 << 8))
+        self.head = nn.Linear(1 << 8, 1 << 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.positions[: len(x)])
+
+
+@ranks(2)
+def test_the_log_names_what_is_cast_because_of_its_size_until_it_is_kept(rank: int) -> None:
+    told = []
+    for keep in ((), ("part",)):
+        model = nn.ModuleDict({"part": _Added()})
+        precision = Precision(BF16, cast_inputs=False, cast_params="autocast", keep=keep)
+        with captured_log(logging.INFO) as lines:
+            torch_shard.shard(model, precision=precision)
+        told.append([line for line in lines if "because of the size alone" in line])
+    (line,) = told[0]
+    assert "torch.bfloat16" in line and ": part.positions. " in line and "Precision.keep" in line
+    assert told[1] == []
 
 
 def test_it_is_for_inputs_that_autocast_casts() -> None:

@@ -8,11 +8,14 @@ only large parameters are cast on suspicion.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-__all__ = ["is_cast"]
+__all__ = ["is_cast", "is_cast_by_size"]
 
 _WITH_WEIGHT_AND_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
 _WHOLLY = (nn.RNNBase, nn.MultiheadAttention)
@@ -32,9 +35,16 @@ def is_cast(module: nn.Module, name: str, param: torch.Tensor) -> bool:
         name: the attribute's name.
         param: the parameter.
     """
-    if isinstance(module, _WHOLLY):
-        return True
-    if isinstance(module, _WITH_WEIGHT_AND_BIAS) or type(module).__name__ == "Conv1D":
-        return name in ("weight", "bias")  # a subclass may have others, such as a gate
-    large = param.dim() > 1 and param.numel() >= _LARGE and min(param.shape[-2:]) >= _NARROW
-    return large and not isinstance(module, _NEVER)
+    if _is_known(module):
+        return isinstance(module, _WHOLLY) or name in ("weight", "bias")  # a subclass may have others, such as a gate
+    return is_cast_by_size(module, param.shape)
+
+
+def is_cast_by_size(module: nn.Module, shape: Sequence[int]) -> bool:
+    """Return True if nothing but its shape tells that autocast casts a parameter of `module`. Not collective."""
+    large = len(shape) > 1 and math.prod(shape) >= _LARGE and min(shape[-2:]) >= _NARROW
+    return large and not _is_known(module) and not isinstance(module, _NEVER)
+
+
+def _is_known(module: nn.Module) -> bool:
+    return isinstance(module, (*_WHOLLY, *_WITH_WEIGHT_AND_BIAS)) or type(module).__name__ == "Conv1D"

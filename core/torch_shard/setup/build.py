@@ -20,6 +20,7 @@ from ..comm.broadcast_buffers import broadcast, coalesce
 from ..comm.collectives import outside_inference
 from ..comm.communicators import connect
 from ..comm.mesh import resolve_mesh
+from ..config.autocast_params import is_cast_by_size
 from ..config.offload import offload_of
 from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
@@ -377,3 +378,23 @@ def _register(setup: Setup) -> None:
     plain_pickles.follow()
     setup.filler.tell()
     logger.info("sharded %d parameters in %d units over %d ranks", len(setup.plan.params), len(runtime.units), c.size)
+    _tell_of_casts(setup)
+
+
+def _tell_of_casts(setup: Setup) -> None:
+    """Log which parameters are computed with in the dtype of autocast only because they are large."""
+    if precision_of(setup.config.precision).cast_params != "autocast":
+        return
+    found = [
+        info
+        for info in setup.plan.params
+        if info.dtypes.casts and any(is_cast_by_size(setup.modules[owner], info.shape) for owner, _ in info.owners)
+    ]
+    if found:
+        names = ", ".join(info.name for info in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        logger.info(
+            "gathered in %s because of the size alone: %s. That suits operands of matrix products, such as stacked weights of "
+            "experts. If a module uses one otherwise (x + self.positions), name the module in Precision.keep.",
+            found[0].dtypes.compute,
+            names,
+        )
