@@ -620,7 +620,8 @@ class Engine:
                 profiler was given a schedule; then the last one counts. The page shows its streams, what computing has waited
                 for, and memory if it was recorded.
             predicted: what :func:`torch_shard.plan.search` has found, whose first candidate has the settings of this engine:
-                predicted memory by kind is drawn under the measured one, for which the profile must have recorded memory.
+                predicted memory by kind is drawn under the measured one, for which the profile must have recorded memory, and
+                the budget as a line.
 
         Raises:
             ConfigError: the path can't be written to; the profile can't be read, or has no step of this model; or `predicted` is
@@ -634,17 +635,15 @@ class Engine:
         counted = self.statistics()
         held = {**self.memory_summary(optimizer), "peak_gathered": counted.peak_gathered}
         title = f"{type(self.model).__name__}, rank {self.rank} of {self.world_size}"
-        step = replay = None
+        step = None
         if profile is not None:
             on_device = self._runtime.collectives.streams.exist
             step = ProfiledStep.read(profile, [unit.name for unit in self.plan.units], on_device)
-        if predicted is not None:
-            if step is None or not step.memory:
-                raise ConfigError(
-                    "engine.report(predicted=...) needs profile=... of a step that was recorded with profile_memory=True."
-                )
-            replay = predicted.replay
-        file.write_text(run_report(title, self.plan, counted, held, history, step, replay), encoding="utf-8")
+        if predicted is not None and (step is None or not step.memory):
+            raise ConfigError(
+                "engine.report(predicted=...) needs profile=... of a step that was recorded with profile_memory=True."
+            )
+        file.write_text(run_report(title, self.plan, counted, held, history, step, predicted), encoding="utf-8")
 
     def grad_norms(
         self, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None

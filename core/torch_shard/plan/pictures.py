@@ -54,14 +54,14 @@ class Wait(NamedTuple):
 
 
 def memory_plot(
-    step: StepTrace, clock: Sequence[float], budget: int | None = None, measured: Sequence[tuple[float, int]] = ()
+    step: StepTrace, clock: Sequence[float], budget: int, measured: Sequence[tuple[float, int]] = ()
 ) -> str:
     """Return a plot of the bytes on the device by kind over a step, as an SVG element.
 
     Args:
         step: a replayed step.
         clock: the second of each of its events; see :func:`torch_shard.plan.step_timeline.timeline_of`.
-        budget: in bytes, a line.
+        budget: in bytes, a line. Where it is so high that nothing else could be seen, only the legend has it.
         measured: seconds and bytes of the same step as it ran, another line.
     """
     times, levels = _highest(step, clock)
@@ -71,10 +71,11 @@ def memory_plot(
         areas = [[level[kind] / _GIB for level in levels] for kind in shown]
         colours = [_KIND_COLOURS.get(kind, "#bab0ac") for kind in shown]
         axes.stackplot(times, areas, labels=shown, colors=colours, step="post")
-        if budget is not None:
-            axes.axhline(budget / _GIB, color=TEXT, linestyle="--", label="budget")
         _add_measured(axes, measured)
+        highest = axes.get_ylim()[1]
+        axes.axhline(budget / _GIB, color=TEXT, linestyle="--", label=f"budget, {budget / _GIB:,.2f} GiB")
         _finish_memory(axes, times[-1])
+        axes.set_ylim(0, min(axes.get_ylim()[1], 4 * highest))
 
     return svg(draw, 3.6)
 

@@ -16,7 +16,7 @@ from .plan import Plan
 from .profiled_step import ProfiledStep
 
 if TYPE_CHECKING:
-    from .settings_search import Replay
+    from .settings_search import Search
 
 __all__ = ["Moment", "run_report"]
 
@@ -63,7 +63,7 @@ def run_report(
     held: Mapping[str, int],
     history: Sequence[Moment] = (),
     profiled: ProfiledStep | None = None,
-    predicted_step: Replay | None = None,
+    planned_step: Search | None = None,
 ) -> str:
     """Return an HTML page about a run, which needs no network.
 
@@ -75,7 +75,7 @@ def run_report(
             ``"peak_gathered"`` the most that was gathered.
         history: the course of the run, the first step first.
         profiled: one of its steps.
-        predicted_step: a step as it was predicted with the settings of this run.
+        planned_step: a search whose first candidate has the settings of this run.
     """
     predicted = plan.predicted
     planned = {
@@ -104,24 +104,24 @@ def run_report(
         # On the CPU a step begins with what this rank holds now, between two steps.
         states = sum(held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "gathered"))
         begun_with = states if profiled.allocated is None else profiled.allocated
-        sections += _profiled(profiled, plan, begun_with, predicted_step, plots)
+        sections += _profiled(profiled, plan, begun_with, planned_step, plots)
     sections += ["<h2>sent and waited, since set-up</h2>", _counted(counted)]
     sections += ["<h2>units, by the bytes of their parameters</h2>", units_plot(plan)] if plots else []
     return page(title, "\n".join(sections))
 
 
-def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, predicted: Replay | None, plots: bool) -> list[str]:
+def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, planned: Search | None, plots: bool) -> list[str]:
     """Return pictures of a profiled step, which has begun with that many bytes, and what computing has waited for."""
     sections = []
     measured = [(second, begun_with + nbytes) for second, nbytes in profiled.memory]
     if measured and plots:
         sections.append("<h2>memory of the profiled step</h2>")
-        if predicted is None:
+        if planned is None:
             sections.append(measured_memory_plot(measured))
         else:
-            clock, aligned = profiled.clock_for(predicted)
+            clock, aligned = profiled.clock_for(planned.replay)
             sections += [] if aligned else [_OTHER_STEP]
-            sections.append(memory_plot(predicted.step, clock, measured=measured))
+            sections.append(memory_plot(planned.replay.step, clock, planned.budget, measured))
     sections.append("<h2>streams of the profiled step</h2>")
     sections += [streams_plot(profiled.timeline, plan)] if plots else []
     sections.append(waits_table(profiled.waits[:5], profiled.timeline.total))
