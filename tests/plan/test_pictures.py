@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_shard.plan.pictures import Wait, _highest, _tiles, waits_in
+from torch_shard.plan.pictures import _highest, _tiles, streams_plot, waits_in, waits_table
+from torch_shard.plan.plan import Plan
 from torch_shard.plan.roofline import Timeline
 from torch_shard.plan.step_trace import Allocation, Free, StepTrace
 
@@ -34,16 +36,26 @@ def test_waits_are_summed_by_what_is_waited_for() -> None:
     compute.run(1.0, [first])  # from 2 to 3
     compute.run(0.5, [second])  # from 5
     compute.run(0.5, [third])  # from 6
-    assert waits_in(timeline) == [Wait(2.5, "all_gather", "a"), Wait(2.0, "all_gather", "b")]
-    assert waits_in(timeline, most=1) == [Wait(2.5, "all_gather", "a")]
+    waits = waits_in(timeline)
+    assert [(wait.start, wait.end, wait.name) for wait in waits] == [(0.0, 2.0, "a"), (3.0, 5.0, "b"), (5.5, 6.0, "a")]
+    rows = re.findall("<td>(.*?)</td><td>(.*?)</td><td>for the gather of (.*?)</td>", waits_table(waits, 6.5))
+    assert rows == [("2500.00", "38.5%", "a"), ("2000.00", "30.8%", "b")]
+    pytest.importorskip("matplotlib")
+    picture = streams_plot(timeline, Plan((), 1), waits)
+    assert ">waits<" in picture and picture.count("fill: #ff3b30") == 3 + 1  # and in the legend
+    assert ">waits<" not in streams_plot(timeline, Plan((), 1), ())
 
 
 def test_a_host_that_is_too_slow_is_waited_for() -> None:
     timeline = Timeline(host_seconds=1.0)
     for _ in range(3):
         timeline.stream("compute").run(0.25)
-    (wait,) = waits_in(timeline)
-    assert wait.kind == "host" and wait.seconds == pytest.approx(1.0 + 2 * 0.75)
+    waits = waits_in(timeline)
+    assert [(wait.start, wait.end, wait.kind) for wait in waits] == [
+        (0.0, 1.0, "host"),
+        (1.25, 2.0, "host"),
+        (2.25, 3.0, "host"),
+    ]
 
 
 def test_no_peak_is_left_out_of_the_plot() -> None:

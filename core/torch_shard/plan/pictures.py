@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import colorsys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..utils.html_page import row, table
 from ..utils.svg import TEXT, svg
@@ -12,12 +13,13 @@ from .plan import Plan, UnitPlan
 from .roofline import Span, Timeline
 from .step_trace import KINDS, StepTrace
 
-__all__ = ["Wait", "measured_memory_plot", "memory_plot", "streams_plot", "units_plot", "waits_in", "waits_table"]
+__all__ = ["measured_memory_plot", "memory_plot", "streams_plot", "units_plot", "waits_in", "waits_table"]
 
 _Value = TypeVar("_Value")
 
 _GIB = 1 << 30
 _POINTS = 400  # of the plot of memory
+_LEAST = 2000  # of a step's length: a shorter gap nobody sees
 _SMALL = 0.004  # of a plot's area: a unit that takes less has no name written into it
 _KIND_COLOURS = {
     "parameter": "#4e79a7",
@@ -29,6 +31,7 @@ _KIND_COLOURS = {
     "activation": "#59a14f",
     "temporary": "#8a94a0",
 }
+_WAIT_COLOUR = "#ff3b30"  # more vivid than any unit's
 _WAITS = {
     "all_gather": "for the gather of",
     "reduce_scatter": "for the reduction of",
@@ -37,20 +40,6 @@ _WAITS = {
     "to_host": "for the copy to the host of",
 }
 _STREAM_NAMES = {"compute": "compute", "gather": "gathers", "reduce": "reductions"}
-
-
-class Wait(NamedTuple):
-    """What computing waits for.
-
-    Attributes:
-        seconds: the sum of all such waits of a step.
-        kind: the collective or copy, such as ``"all_gather"``; ``"host"`` where the host issues too slowly.
-        unit: the unit whose collective it is.
-    """
-
-    seconds: float
-    kind: str
-    unit: str
 
 
 def memory_plot(
@@ -125,8 +114,11 @@ def _highest_of_pieces(moments: Sequence[tuple[float, int, _Value]]) -> list[tup
     return [(second, value) for second, _, value in found.values()]
 
 
-def streams_plot(timeline: Timeline, plan: Plan) -> str:
-    """Return a plot of what runs on each stream in a step, in the colours of the units, as an SVG element."""
+def streams_plot(timeline: Timeline, plan: Plan, waits: Sequence[Span]) -> str:
+    """Return a plot of what runs on each stream in a step, in the colours of the units, as an SVG element.
+
+    `waits` are those of computing, as :func:`waits_in` returns them.
+    """
     colours = _colours(plan)
     unit_of = _units_of_modules(plan)
     rows = list(dict.fromkeys(span.stream for span in timeline.spans))
@@ -136,6 +128,11 @@ def streams_plot(timeline: Timeline, plan: Plan) -> str:
             for (unit, _), spans in _runs(timeline, stream, unit_of):
                 bars = [(1000 * begin, 1000 * max(end - begin, 0.0)) for begin, end in spans]
                 axes.broken_barh(bars, (number - 0.4, 0.8), color=colours.get(unit, "#bab0ac"), linewidth=0)
+            seen = [w for w in waits if w.stream == stream and w.end - w.start >= timeline.total / _LEAST]
+            if seen:
+                bars = [(1000 * wait.start, 1000 * (wait.end - wait.start)) for wait in seen]
+                axes.broken_barh(bars, (number - 0.4, 0.8), color=_WAIT_COLOUR, linewidth=0, label="waits")
+                axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axes.set_yticks(range(len(rows)), [_STREAM_NAMES.get(stream, stream) for stream in rows])
         axes.set_xlim(0, max(1000 * timeline.total, 1e-9))
         axes.set_xlabel("ms")
@@ -149,7 +146,7 @@ def _runs(
 ) -> Iterator[tuple[tuple[str, str], list[tuple[float, float]]]]:
     """Yield units and kinds of work with the seconds of its beginnings and ends; what follows without a gap is one piece."""
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    gap = timeline.total / 2000  # which nobody sees
+    gap = timeline.total / _LEAST
     latest: tuple[str, str] | None = None
     for span in timeline.spans:
         if span.stream == stream:
@@ -163,30 +160,35 @@ def _runs(
     yield from found.items()
 
 
-def waits_in(timeline: Timeline, most: int = 5) -> list[Wait]:
-    """Return what the compute stream waits for in a step, the longest first; at most `most` of it."""
+def waits_in(timeline: Timeline) -> list[Span]:
+    """Return the waits of the compute stream in a step.
+
+    Their kind and name are those of the collective or copy that is waited for; kind ``"host"`` where the host issues too slowly.
+    """
     ends: dict[float, Span] = {span.end: span for span in timeline.spans if span.stream != "compute"}
-    lost: dict[tuple[str, str], float] = {}
+    found = []
     before = 0.0
     for span in timeline.spans:
         if span.stream == "compute":
             if span.start > before:
                 cause = ends.get(span.start)
-                key = ("host", "") if cause is None else (cause.kind, cause.name)
-                lost[key] = lost.get(key, 0.0) + span.start - before
+                name, kind = ("", "host") if cause is None else (cause.name, cause.kind)
+                found.append(Span("compute", before, span.start, name, kind))
             before = span.end
-    found = [Wait(seconds, kind, unit) for (kind, unit), seconds in lost.items()]
-    return sorted(found, reverse=True)[:most]
+    return found
 
 
-def waits_table(waits: Sequence[Wait], total: float) -> str:
-    """Return a table of waits as HTML, or a sentence where there are none; `total` is the seconds of the step."""
+def waits_table(waits: Sequence[Span], total: float) -> str:
+    """Return a table of the longest waits, in sum by what is waited for, as HTML, or a sentence where there are none.
+
+    `total` is the seconds of the step.
+    """
     if not waits:
         return "<p>Computing waits for nothing.</p>"
-    rows = [
-        row((f"{1000 * seconds:.2f}", f"{seconds / total:.1%}", f"{_WAITS.get(kind, 'for the host')} {unit}"))
-        for seconds, kind, unit in waits
-    ]
+    lost: Counter[str] = Counter()
+    for wait in waits:
+        lost[f"{_WAITS.get(wait.kind, 'for the host')} {wait.name}"] += wait.end - wait.start  # type: ignore[assignment]
+    rows = [row((f"{1000 * spent:.2f}", f"{spent / total:.1%}", cause)) for cause, spent in lost.most_common(5)]
     return table(("ms", "of the step", "computing waits"), rows)
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from ..utils.profiled_ranges import unit_in
-from .pictures import Wait
 from .roofline import Span, Timeline
 from .step_trace import CollectiveStart
 
@@ -50,14 +49,15 @@ class ProfiledStep:
 
     Attributes:
         timeline: what ran on the streams ``compute``, ``gather``, ``reduce`` and ``between replicas``, and on others by number.
-        waits: what computing has waited for, the longest first.
+        waits: when computing has waited, with the kind and the unit of the collective that it has waited for; of the kind
+            ``"host"`` without one.
         memory: the second and the bytes allocated since the step began, after each change; empty without ``profile_memory=True``.
         allocated: the bytes that were allocated when it began, on a device; None on the CPU, where the profiler doesn't know.
         issued: the second, the kind and the unit of each collective that was started.
     """
 
     timeline: Timeline
-    waits: Sequence[Wait]
+    waits: Sequence[Span]
     memory: Sequence[tuple[float, int]]
     allocated: int | None
     issued: Sequence[tuple[float, str, str]]
@@ -118,7 +118,8 @@ class ProfiledStep:
         else:
             _add_threads(timeline, inside, issued, host_waits, begin)
         timeline.spans.sort(key=lambda span: span.start)
-        lost = _gaps(timeline) if on_device else _sums(host_waits)
+        on_host = [Span("compute", each.start, each.end, each.unit, each.kind) for each in host_waits]
+        lost = _gaps(timeline) if on_device else on_host
         memory, allocated = _memory(inside, begin, on_device)
         return cls(timeline, lost, memory, allocated, [(each.start, each.kind, each.unit) for each in issued])
 
@@ -275,14 +276,7 @@ def _range_at(launch: Mapping[str, Any], threads: Mapping[Any, Sequence[_Range]]
     return ranges[latest] if latest >= 0 and second <= ranges[latest].end else None
 
 
-def _sums(waits: Sequence[_Range]) -> list[Wait]:
-    lost: Counter[tuple[str, str]] = Counter()
-    for start, end, kind, unit in waits:
-        lost[kind, unit] += end - start  # type: ignore[assignment]
-    return sorted((Wait(seconds, kind, unit) for (kind, unit), seconds in lost.items()), reverse=True)
-
-
-def _gaps(timeline: Timeline) -> list[Wait]:
+def _gaps(timeline: Timeline) -> list[Span]:
     """Return the time in which no kernel computed, by the collective that ran meanwhile; by the host where none did."""
     others = [span for span in timeline.spans if span.kind in _STREAMS]
     until, first, idle = 0.0, 0, []
@@ -292,13 +286,13 @@ def _gaps(timeline: Timeline) -> list[Wait]:
         if span.start > until:
             while first < len(others) and others[first].end <= until:
                 first += 1
-            most, cause = 0.0, ("host", "")
+            most, cause = 0.0, ("", "host")
             for other in others[first:]:
                 if other.start >= span.start:
                     break
                 overlap = min(other.end, span.start) - max(other.start, until)
                 if overlap > most:
-                    most, cause = overlap, (other.kind, other.name)
-            idle.append(_Range(until, span.start, *cause))
+                    most, cause = overlap, (other.name, other.kind)
+            idle.append(Span("compute", until, span.start, *cause))
         until = max(until, span.end)
-    return _sums(idle)
+    return idle

@@ -40,7 +40,7 @@ def report(found: Search, title: str, lines: Mapping[str, str]) -> str:
 def _pictures(found: Search) -> str:
     if not has_plots():
         return WITHOUT_PLOTS
-    replay = found.replay
+    replay, waits = found.replay, waits_in(found.replay.timeline)
     return "\n".join(
         [
             "<h2>memory of a step</h2>",
@@ -48,8 +48,8 @@ def _pictures(found: Search) -> str:
             memory_plot(replay.step, replay.clock, found.budget),
             "<h2>streams of a step</h2>",
             "<p>In the colours of the units; what belongs to none, such as the optimizer, is grey.</p>",
-            streams_plot(replay.timeline, replay.plan),
-            waits_table(waits_in(replay.timeline), replay.timeline.total),
+            streams_plot(replay.timeline, replay.plan, waits),
+            waits_table(waits, replay.timeline.total),
             "<h2>units, by the bytes of their parameters</h2>",
             units_plot(replay.plan),
         ]

@@ -123,8 +123,8 @@ def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, planned: Sear
             sections += [] if aligned else [_OTHER_STEP]
             sections.append(memory_plot(planned.replay.step, clock, planned.budget, measured))
     sections.append("<h2>streams of the profiled step</h2>")
-    sections += [streams_plot(profiled.timeline, plan)] if plots else []
-    sections.append(waits_table(profiled.waits[:5], profiled.timeline.total))
+    sections += [streams_plot(profiled.timeline, plan, profiled.waits)] if plots else []
+    sections.append(waits_table(profiled.waits, profiled.timeline.total))
     return sections
 
 
