@@ -58,8 +58,10 @@ class Run:
         recorded = schedule(wait=0, warmup=4, active=2, repeat=1)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=memory, schedule=recorded) as profiler:
             for _ in range(6):
+                before = self.engine.statistics()
                 step(self.model, self.optimizer, micro_batches)
                 profiler.step()
+        self.sent = self.engine.statistics().since(before).bytes_sent  # in the last step
         profiler.export_chrome_trace(str(path))
         self.found = ProfiledStep.read(path, list(names), False)
 
@@ -124,7 +126,11 @@ def test_measured_memory_is_drawn_over_what_was_predicted_of_the_same_step(rank:
         and "streams of the profiled step" in text
         and "other collectives" not in text
     )
-    assert "computing waits" in text and len(re.findall("<svg", text)) == 4
+    assert (
+        "computing waits" in text
+        and "<td>reduce-scatter</td><td>within a node</td>" in text
+        and len(re.findall("<svg", text)) == 4
+    )
     assert ">measured<" in text and ">activation<" in text and f">budget, {most / 2**30:,.2f} GiB<" in text
     # Both begin with the same bytes, and the highest moment is that of the plan, but for the buffers of reductions: which of
     # those have ended is chance.
@@ -158,7 +164,9 @@ def test_what_was_predicted_is_put_where_the_same_collectives_were_started(
     config = CONFIGS[name]
     if name == "hybrid_shard" and dist.get_world_size() == 2:
         pytest.skip("one replica")
-    replay, found = replay_of(config), Run(tmp_path / f"{rank}.json", config).found
+    replay, run = replay_of(config), Run(tmp_path / f"{rank}.json", config)
+    found = run.found
+    assert sum(replay.timeline.sent.values()) == run.sent
     clock, aligned = found.clock_for(replay)
     assert aligned and len(clock) == len(replay.clock)
     assert clock == sorted(clock) and clock[0] == 0 and clock[-1] == pytest.approx(found.timeline.total)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torch_shard.plan.devices import Device, Link
+from torch_shard.plan.pictures import sent_table
 from torch_shard.plan.step_timeline import timeline_of
 from torch_shard.plan.step_trace import CollectiveStart, CollectiveWait, Event, HostUpdate, Operator, StepTrace
 
@@ -65,6 +66,31 @@ def test_the_sum_between_replicas_follows_that_within_and_not_the_next_one() -> 
     between = [CollectiveStart(n, "all_reduce", "", int(1e9), 2, 8) for n in (2, 4)]
     assert seconds(within[0], between[0]) == pytest.approx(7.0 + 1.0)
     assert seconds(within[0], between[0], within[1], between[1]) == pytest.approx(7.0 + 7.0 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "expected"),
+    [
+        (4, {("all_gather", "within a node"): 300, ("all_reduce", "within a node"): 100}),
+        # In a ring over two nodes of two, every other rank sends to the other node; replicas are in different nodes.
+        (
+            2,
+            {
+                ("all_gather", "within a node"): 150,
+                ("all_gather", "between nodes"): 150,
+                ("all_reduce", "between nodes"): 100,
+            },
+        ),
+        (1, {("all_gather", "between nodes"): 300, ("all_reduce", "between nodes"): 100}),
+    ],
+)
+def test_bytes_are_counted_by_kind_and_link(ranks_per_node: int, expected: dict[tuple[str, str], int]) -> None:
+    between = CollectiveStart(2, "all_reduce", "unit 2", 100, 2, 2)
+    copies = [CollectiveStart(n, "to_device", f"unit {n}", 7) for n in (3, 4)]
+    step = StepTrace("cuda", (gather(1, 400, 4), between, *copies))
+    sent = timeline_of(step, DEVICE, ranks_per_node, LINK, LINK).sent
+    assert +sent == {**expected, ("to_device", "host and device"): 14}
+    assert ">all-gather</td><td>between nodes<" in sent_table(timeline_of(step, DEVICE, 2, LINK, LINK))
 
 
 def test_spans_name_units_and_modules() -> None:

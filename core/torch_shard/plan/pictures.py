@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from ..utils.html_page import row, table
 from ..utils.svg import TEXT, svg
+from .memory_estimate import mib
 from .plan import Plan, UnitPlan
 from .roofline import Span, Timeline
 from .step_trace import KINDS, StepTrace
 
-__all__ = ["measured_memory_plot", "memory_plot", "streams_plot", "units_plot", "waits_in", "waits_table"]
+__all__ = ["measured_memory_plot", "memory_plot", "sent_table", "streams_plot", "units_plot", "waits_in", "waits_table"]
 
 _Value = TypeVar("_Value")
 
@@ -38,6 +39,13 @@ _WAITS = {
     "all_reduce": "for the sum between replicas of",
     "to_device": "for the copy to the device of",
     "to_host": "for the copy to the host of",
+}
+_SENT = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "to_device": "copy to the device",
+    "to_host": "copy to the host",
 }
 _STREAM_NAMES = {"compute": "compute", "gather": "gathers", "reduce": "reductions"}
 
@@ -190,6 +198,14 @@ def waits_table(waits: Sequence[Span], total: float) -> str:
         lost[f"{_WAITS.get(wait.kind, 'for the host')} {wait.name}"] += wait.end - wait.start  # type: ignore[assignment]
     rows = [row((f"{1000 * spent:.2f}", f"{spent / total:.1%}", cause)) for cause, spent in lost.most_common(5)]
     return table(("ms", "of the step", "computing waits"), rows)
+
+
+def sent_table(timeline: Timeline) -> str:
+    """Return a table of the bytes that a rank sends in a predicted step, by kind and link, as HTML."""
+    sent = [(kind, link, nbytes) for (kind, link), nbytes in timeline.sent.items() if nbytes]
+    if not sent:
+        return "<p>Nothing is sent.</p>"
+    return table(("", "link", "MiB"), [row((_SENT[kind], link, mib(nbytes))) for kind, link, nbytes in sent])
 
 
 def units_plot(plan: Plan) -> str:

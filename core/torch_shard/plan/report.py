@@ -9,7 +9,7 @@ from ..utils.html_page import page, row, table
 from ..utils.svg import WITHOUT_PLOTS, has_plots
 from .memory_estimate import mib
 from .paste import PLACES
-from .pictures import memory_plot, streams_plot, units_plot, waits_in, waits_table
+from .pictures import memory_plot, sent_table, streams_plot, units_plot, waits_in, waits_table
 from .settings_search import Search
 
 __all__ = ["report"]
@@ -29,6 +29,7 @@ def report(found: Search, title: str, lines: Mapping[str, str]) -> str:
     verdict = f"{'fits' if first.fits else 'nothing fits; nearest'}: {first.candidate}\n"
     verdict += f"{mib(first.nbytes)} of {mib(found.budget)} MiB on each rank{lack}; {first.seconds:.3f} s a step"
     sections = [f'<pre class="{state}">{html.escape(verdict)}</pre>', _pictures(found)]
+    sections += ["<h2>sent by a rank in a step</h2>", sent_table(found.replay.timeline)]
     sections += ["<h2>settings</h2>", _candidates(found)]
     if lines:
         sections.append("<h2>to paste</h2>")

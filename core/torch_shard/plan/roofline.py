@@ -14,6 +14,7 @@ doc/PERFORMANCE.md of NCCL's tests, and how many steps that takes in NCCL's src/
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
@@ -21,7 +22,16 @@ from ..config.checks import check_int
 from ..errors import ConfigError
 from .devices import Device, Link, check_number
 
-__all__ = ["Collective", "Span", "Stream", "Timeline", "collective_seconds", "copy_seconds", "operator_seconds"]
+__all__ = [
+    "Collective",
+    "Span",
+    "Stream",
+    "Timeline",
+    "bytes_sent",
+    "collective_seconds",
+    "copy_seconds",
+    "operator_seconds",
+]
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
 
@@ -105,16 +115,33 @@ def collective_seconds(
         # rings as NICs, each rank does the latter in one of them, and the NIC of a node's only rank takes all.
         within = (ranks_per_node - 1) / ranks_per_node / intra.rate
         seconds_per_byte = max(within, 1 / ((ranks % ranks_per_node or ranks_per_node) * inter.rate))
-    passes = 2 if kind == "all_reduce" else 1  # it reduces and scatters, then gathers
-    moved = 1.0 if kind == "broadcast" else passes * (ranks - 1) / ranks
+    passes = 2 if kind == "all_reduce" else 1
     latency = passes * ((nodes - 1) * inter.latency + (ranks - nodes) * intra.latency)
-    ring = nbytes * moved * seconds_per_byte + latency
+    ring = nbytes * _moved(kind, ranks) * seconds_per_byte + latency
     if kind != "all_reduce" or nodes == 1:
         return ring
     # A chain in each node, and a double binary tree over the nodes, up and down.
     depth = math.ceil(math.log2(nodes))
     latency = 2 * (depth * inter.latency + (min(ranks, ranks_per_node) - 1) * intra.latency)
     return min(ring, 2 * nbytes * seconds_per_byte + latency)
+
+
+def bytes_sent(kind: Collective, nbytes: float, ranks: int, ranks_per_node: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends within its node and to other nodes, in the mean of the ranks of a ring.
+
+    The arguments are those of :func:`collective_seconds`. Of the links of a ring, one leads out of each node.
+    """
+    nodes = math.ceil(ranks / ranks_per_node)
+    sent = nbytes * _moved(kind, ranks)
+    across = sent * nodes / ranks if nodes > 1 else 0.0
+    return sent - across, across
+
+
+def _moved(kind: Collective, ranks: int) -> float:
+    """Return how many times its bytes a rank sends."""
+    if kind == "broadcast":
+        return float(ranks > 1)
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks  # it reduces and scatters, then gathers
 
 
 class Span(NamedTuple):
@@ -204,6 +231,7 @@ class Timeline:
         host_seconds: what the host takes to issue one piece of work, if that doesn't say otherwise.
         host: until when the host is busy.
         spans: all work, in the order in which it was issued.
+        sent: the bytes that a rank sends or copies, by the kind of work and the link.
         total: when the last work ends.
 
     Raises:
@@ -215,6 +243,7 @@ class Timeline:
         self.host_seconds = host_seconds
         self.host = 0.0
         self.spans: list[Span] = []
+        self.sent: Counter[tuple[str, str]] = Counter()
         self.total = 0.0
         self._streams: dict[str, Stream] = {}
 

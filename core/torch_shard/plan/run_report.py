@@ -11,7 +11,7 @@ from ..comm.traffic_statistics import Statistics
 from ..utils.html_page import page, row, table
 from ..utils.svg import TEXT, WITHOUT_PLOTS, has_plots, svg
 from .memory_estimate import mib
-from .pictures import measured_memory_plot, memory_plot, streams_plot, units_plot, waits_table
+from .pictures import measured_memory_plot, memory_plot, sent_table, streams_plot, units_plot, waits_table
 from .plan import Plan
 from .profiled_step import ProfiledStep
 
@@ -125,6 +125,8 @@ def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, planned: Sear
     sections.append("<h2>streams of the profiled step</h2>")
     sections += [streams_plot(profiled.timeline, plan, profiled.waits)] if plots else []
     sections.append(waits_table(profiled.waits, profiled.timeline.total))
+    if planned is not None:
+        sections += ["<h2>sent in a step, as predicted</h2>", sent_table(planned.replay.timeline)]
     return sections
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .devices import Device, Link
-from .roofline import Span, Timeline, collective_seconds, copy_seconds, operator_seconds
+from .roofline import Span, Timeline, bytes_sent, collective_seconds, copy_seconds, operator_seconds
 from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, StepTrace
 
 __all__ = ["timeline_of"]
@@ -80,11 +80,15 @@ def timeline_of(
                 back = "gather" if event.unit else "from host"
                 stream = timeline.stream("to host" if event.kind == "to_host" else back)
                 seconds = copy_seconds(device.host_link, event.nbytes)
+                timeline.sent[event.kind, "host and device"] += event.nbytes
                 after = [*latest, updates[event.unit]] if event.unit in updates else latest
                 running[event.number] = stream.run(seconds, after, event.unit or "activations", event.kind)
                 continue
             in_node = max(1, ranks_per_node // event.stride)
             seconds = collective_seconds(event.kind, event.nbytes, event.ranks, in_node, intra, inter)
+            within, across = bytes_sent(event.kind, event.nbytes, event.ranks, in_node)
+            timeline.sent[event.kind, "within a node"] += round(within)
+            timeline.sent[event.kind, "between nodes"] += round(across)
             name, after = _STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
             running[event.number] = timeline.stream(name).run(seconds, after, event.unit, event.kind)
             if step.device == "cpu":
