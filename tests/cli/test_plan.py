@@ -87,6 +87,7 @@ def test_a_page_with_pictures(llama: str, tmp_path: Path, capsys: pytest.Capture
     text = page.read_text()
     assert '<pre class="passed">fits: ' in text and "Trainer(strategy=" in text
     has_plots_of(text, "optimizer state", "compute", "between replicas", "model.layers.3")
+    assert re.search(r"<p>no_shard over 4 ranks, each of which holds ([\d.]+) of \1 MiB between steps.</p>", text)
     assert "<td>all-reduce</td><td>within a node</td>" in text
     assert "src=" not in text and str(tmp_path) not in text
 

@@ -42,6 +42,9 @@ def test_the_page_has_what_is_held_planned_sent_and_waited_for(rank: int, tmp_pa
         ("optimizer state", held["optimizer"], planned.optimizer),
     ):
         assert f"<td>{name}</td><td>{now / 2**20:,.2f}</td><td>{then / 2**20:,.2f}</td>" in text
+    nbytes = sum(unit.nbytes for unit in engine.plan.units)
+    holds = f"{planned.parameters / 2**20:,.2f} of {nbytes / 2**20:,.2f} MiB"
+    assert f"<p>full_shard over 2 ranks, each of which holds {holds} between steps.</p>" in text
     assert f"<td>sent</td><td>{engine.bytes_sent / 2**20:,.2f} MiB</td>" in text
     assert "<td>2</td><td>10.0</td><td>1.0</td><td>2.0</td>" in text
     del model

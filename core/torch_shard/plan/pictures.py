@@ -209,10 +209,14 @@ def sent_table(timeline: Timeline) -> str:
 
 
 def units_plot(plan: Plan) -> str:
-    """Return a plot of the units, each with an area as its bytes, as an SVG element."""
+    """Return a plot of the units, each with an area as its bytes, as HTML with a caption."""
     colours = _colours(plan)
     units = sorted(plan.units, key=lambda unit: unit.nbytes, reverse=True)
     whole = sum(unit.nbytes for unit in units) or 1
+    over = f"{plan.strategy} over {plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    caption = (
+        f"<p>{over}, each of which holds {mib(plan.predicted.parameters)} of {mib(whole)} MiB between steps.</p>\n"
+    )
 
     def draw(axes: Any) -> None:
         from matplotlib.patches import Rectangle
@@ -220,7 +224,7 @@ def units_plot(plan: Plan) -> str:
         for unit, x, y, width, height in _tiles(units, 0.0, 0.0, 1.0, 1.0):
             axes.add_patch(Rectangle((x, y), width, height, facecolor=colours[unit.name], edgecolor="#ffffff80"))
             if unit.nbytes >= _SMALL * whole:
-                dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in unit.params))
+                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in unit.dtypes)
                 text = f"{unit.name or '(model)'}\n{unit.nbytes / 2**20:,.1f} MiB\n{dtypes}"
                 axes.text(
                     x + width / 2, y + height / 2, text, ha="center", va="center", color="#ffffff", size=7, clip_on=True
@@ -229,7 +233,7 @@ def units_plot(plan: Plan) -> str:
         axes.set_xlim(0, 1)
         axes.set_ylim(1, 0)
 
-    return svg(draw, 4.0)
+    return caption + svg(draw, 4.0)
 
 
 def _tiles(
