@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -97,36 +95,6 @@ def has_plots_of(text: str, *names: str) -> None:
     assert text.count("<svg") == 3
     assert ">budget, " in text
     assert [name for name in names if f">{name}<" not in text and f">{name}\n" not in text] == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [1200, 400])
-def test_a_browser_shows_the_page(llama: str, tmp_path: Path, width: int) -> None:
-    page = tmp_path / "plan.html"
-    planned(llama, "--memory", "8GiB", "--html", str(page))
-    script = "document.body.dataset.marks = [...document.querySelectorAll('svg path')].filter(e => e.getBBox().width > 0).length"
-    wide = "document.body.dataset.wide = document.documentElement.scrollWidth > innerWidth"
-    page.write_text(page.read_text().replace("</body>", f"<script>{script};{wide}</script></body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    options += [
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--enable-logging=stderr",
-        "--dump-dom",
-    ]
-    command = [
-        "chromium",
-        *options,
-        f"--user-data-dir={tmp_path / 'user'}",
-        f"--window-size={width},900",
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr
-    marks = re.search(r'data-marks="(\d+)" data-wide="(\w+)"', done.stdout)
-    assert marks is not None and int(marks[1]) > 100
-    assert marks[2] == "false"  # plots and tables scroll, the page does not
 
 
 def test_more_precision_takes_more(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
