@@ -131,7 +131,7 @@ def test_measured_memory_is_drawn_over_what_was_predicted_of_the_same_step(rank:
         and "<td>reduce-scatter</td><td>within a node</td>" in text
         and len(re.findall("<svg", text)) == 4
     )
-    assert ">measured<" in text and ">activation<" in text and f">budget, {most / 2**30:,.2f} GiB<" in text
+    assert ">measured<" in text and ">activation<" in text and f">budget, {most / 2**20:,.1f} MiB<" in text
     # Both begin with the same bytes, and the highest moment is that of the plan, but for the buffers of reductions: which of
     # those have ended is chance.
     states = sum(run.engine.memory_summary(run.optimizer)[kind] for kind in ("parameters", "gradients", "optimizer"))

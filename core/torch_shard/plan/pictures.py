@@ -18,7 +18,6 @@ __all__ = ["measured_memory_plot", "memory_plot", "sent_table", "streams_plot", 
 
 _Value = TypeVar("_Value")
 
-_GIB = 1 << 30
 _POINTS = 400  # of the plot of memory
 _LEAST = 2000  # of a step's length: a shorter gap nobody sees
 _SMALL = 0.004  # of a plot's area: a unit that takes less has no name written into it
@@ -63,15 +62,16 @@ def memory_plot(
     """
     times, levels = _highest(step, clock)
     shown = [kind for kind in KINDS if any(level[kind] for level in levels)]
+    unit, name = _unit_for(max(sum(level.values()) for level in levels))
 
     def draw(axes: Any) -> None:
-        areas = [[level[kind] / _GIB for level in levels] for kind in shown]
+        areas = [[level[kind] / unit for level in levels] for kind in shown]
         colours = [_KIND_COLOURS.get(kind, "#bab0ac") for kind in shown]
         axes.stackplot(times, areas, labels=shown, colors=colours, step="post")
-        _add_measured(axes, measured)
+        _add_measured(axes, measured, unit)
         highest = axes.get_ylim()[1]
-        axes.axhline(budget / _GIB, color=TEXT, linestyle="--", label=f"budget, {budget / _GIB:,.2f} GiB")
-        _finish_memory(axes, times[-1])
+        axes.axhline(budget / unit, color=TEXT, linestyle="--", label=f"budget, {budget / unit:,.1f} {name}")
+        _finish_memory(axes, times[-1], name)
         axes.set_ylim(0, min(axes.get_ylim()[1], 4 * highest))
 
     return svg(draw, 3.6)
@@ -80,25 +80,36 @@ def memory_plot(
 def measured_memory_plot(measured: Sequence[tuple[float, int]]) -> str:
     """Return a plot of the measured bytes of a step, given with their seconds, as an SVG element."""
 
+    unit, name = _unit_for(max(nbytes for _, nbytes in measured))
+
     def draw(axes: Any) -> None:
-        _add_measured(axes, measured)
-        _finish_memory(axes, 1000 * measured[-1][0])
+        _add_measured(axes, measured, unit)
+        _finish_memory(axes, 1000 * measured[-1][0], name)
 
     return svg(draw, 3.0)
 
 
-def _add_measured(axes: Any, measured: Sequence[tuple[float, int]]) -> None:
+def _unit_for(most: int) -> tuple[int, str]:
+    return (1 << 30, "GiB") if most >= 1 << 30 else (1 << 20, "MiB")
+
+
+def _add_measured(axes: Any, measured: Sequence[tuple[float, int]], unit: int) -> None:
+    from matplotlib.patheffects import withStroke
+
     if measured:
         highest = _highest_of_pieces([(second, nbytes, nbytes) for second, nbytes in measured])
-        times, levels = [1000 * second for second, _ in highest], [nbytes / _GIB for _, nbytes in highest]
-        axes.plot(times, levels, color=TEXT, linewidth=1.2, drawstyle="steps-post", label="measured")
+        times, levels = [1000 * second for second, _ in highest], [nbytes / unit for _, nbytes in highest]
+        edge = [withStroke(linewidth=3, foreground="#ffffff")]  # it shows on areas of any colour, and on a dark page
+        axes.plot(
+            times, levels, color="#101418", linewidth=1.2, drawstyle="steps-post", label="measured", path_effects=edge
+        )
 
 
-def _finish_memory(axes: Any, milliseconds: float) -> None:
+def _finish_memory(axes: Any, milliseconds: float, unit: str) -> None:
     axes.set_xlim(0, max(milliseconds, 1e-9))
     axes.set_ylim(0)
     axes.set_xlabel("ms")
-    axes.set_ylabel("GiB")
+    axes.set_ylabel(unit)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
