@@ -15,8 +15,8 @@ __all__ = ["timeline_of"]
 
 _STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
 _BY_CORES = 0.5
-"""The part of a collective's time that is taken from computing on CPUs: Gloo's threads copy on the same cores. It is what two ranks
-on two cores have shown (``bench/choice.py``)."""
+"""The part of a collective's time that is taken from computing on CPUs, where Gloo's threads copy on the same cores; as seen with
+two ranks on two cores (``bench/choice.py``)."""
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
