@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,18 @@ LABELS = {
     "fsdp2": "FSDP2",
     "ours": "torch_shard",
     "offload": "torch_shard, offload",
+    "report": "torch_shard, with the runners' --report",
     "autocast": "torch_shard under autocast",
     "autocast_alone": "torch_shard, autocast alone",
     "accelerate_ddp": "Accelerate with DDP",
     "accelerate": "Accelerate with torch_shard",
 }
 ENGINES = ("alone", "ddp", "fsdp1", "fsdp2", "ours", "offload")
+REPORTED = "report"
+"""The first model that steps is the one that is observed, so that this one comes before all others of torch_shard."""
+
+_OBSERVED: list[Any] = []  # what keeps observing
+
 LOW_PRECISION = (*ENGINES, "autocast", "autocast_alone")
 """In bf16 the first two run under autocast; torch_shard gathers in bf16 without autocast, under it, or leaves all to it."""
 
@@ -108,7 +115,7 @@ def wrap(
     reduced, in that dtype, where the engine does not leave it to autocast.
     """
     blocks = list(blocks)
-    if name in ("ours", "offload", "autocast", "autocast_alone"):
+    if name in ("ours", REPORTED, "offload", "autocast", "autocast_alone"):
         import torch_shard
 
         precision = None
@@ -194,7 +201,18 @@ def build(name: str, config: Any, device: torch.device, lr: float, low: torch.dt
         return _with_accelerate(name, plain, device, lr, low)
     model, clip = wrap(name, plain, plain.blocks, device, low)
     casts_itself = name in ("fsdp1", "fsdp2", "ours", "offload")
+    if name == REPORTED:
+        _begin_report()
     return Runner(name, model, torch.optim.AdamW(model.parameters(), lr=lr), clip, None if casts_itself else low)
+
+
+def _begin_report() -> None:
+    """Observe steps as the runners do with ``--report``, until the process ends; the page is not written."""
+    from torch_shard.frontend.reports import reporting
+
+    observed = reporting(Path(tempfile.gettempdir(), "report.html"))
+    observed.__enter__()
+    _OBSERVED.append(observed)
 
 
 def _with_accelerate(name: str, plain: nn.Module, device: torch.device, lr: float, low: torch.dtype | None) -> Runner:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from counting import CollectiveCounter
-from engines import ENGINES, FRONT_ENDS, LABELS, LOW_PRECISION, Runner, build, full_parameters
+from engines import ENGINES, FRONT_ENDS, LABELS, LOW_PRECISION, REPORTED, Runner, build, full_parameters
 from gpt import GPT, GPTConfig
 from torch import Tensor
 
@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, help="default 2, or all GPUs")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the computation")
-    parser.add_argument("--engines", help=f"some of: {','.join((*LOW_PRECISION, *FRONT_ENDS))}")
+    parser.add_argument("--engines", help=f"some of: {','.join((*LOW_PRECISION, *FRONT_ENDS, REPORTED))}")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each engine")
     parser.add_argument(
         "--steps", type=int, default=1, help="of an engine in a row, in each round; what is reported is of one"
@@ -298,8 +298,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of 0.2M, to try the script")
     args = parser.parse_args()
     args.low = torch.bfloat16 if args.dtype == "bf16" else None
-    known = (*(ENGINES if args.low is None else LOW_PRECISION), *FRONT_ENDS)
-    args.engines = args.engines.split(",") if args.engines else list(known)
+    usual = (*(ENGINES if args.low is None else LOW_PRECISION), *FRONT_ENDS)
+    known = (*usual, REPORTED)
+    args.engines = args.engines.split(",") if args.engines else list(usual)
     for name in args.engines:
         if name not in known:
             parser.error(f"--engines: {name!r} is not one of {', '.join(known)}")
