@@ -58,7 +58,6 @@ def ranks(way: str, world_size: int) -> tuple[list[int], list[str]]:
 
 
 def script(way: str) -> None:
-    torch_shard.log.logger.setLevel("INFO")
     departure._SLOW, departure._LOOK = 1.0, 0.2
     rank = int(os.environ["RANK"])
     if way == "limit":

@@ -69,7 +69,7 @@ def _stay(service_ref: weakref.ref[Service], partners_ref: weakref.ref[Partners]
                 return
             if missing and not told and time.monotonic() > begin + _SLOW:
                 told = True
-                logger.info(
+                logger.warning(
                     "rank %d is done, and stays until ranks %s have ended, too, since they may read its part of the model.",
                     service.rank,
                     sorted(missing),
