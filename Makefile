@@ -110,6 +110,8 @@ bench: $(STAMP)
 	$(RUN) bench/optim.py --short
 	$(RUN) bench/checkpoint.py --short
 	$(RUN) bench/offload.py --smoke
+	$(RUN) bench/prediction.py --limit 6
+	$(RUN) bench/choice.py --models mlp --rounds 3
 	$(RUN) bench/gpu.py --smoke
 
 # One row, with the reasons: make compare ARGS="--only encode --reasons"

@@ -12,6 +12,14 @@ from .support.program import ACCELERATE, Program, Tolerance
 from .support.sources import Fetched, Own
 
 KEYS = Tolerance(noise={"*.key.bias": 1e-4}, reason="Adam, and the bias of attention's keys")
+WRITTEN_TWICE = {
+    "*README.md": "each rank writes it, since transformers 5 calls Trainer._save on each, and rank 0 alone knows of metrics",
+    "*training_args.bin": "each rank writes it, and its own rank into it",
+}
+RANKED = Tolerance(
+    noise={**KEYS.noise, "*spearman*": 0.1},
+    reason="Adam, and the bias of attention's keys; the order of similarities that are nearly equal",
+)
 
 
 def example(path: str, digest: str) -> Fetched:
@@ -74,24 +82,6 @@ def answers(folder: Path) -> None:
     nano_beir(folder)
 
 
-def passages(folder: Path) -> None:
-    """Make MS MARCO: ten steps of both ranks, beside the ten thousand rows that the program evaluates."""
-    makers.bert(folder / "work/answerdotai/ModernBERT-base")
-    chosen = [1, 0, 0, 0, 0, 0]
-    found = [
-        {
-            "query": words(n, 4),
-            "passages": {"is_selected": chosen, "passage_text": [words(6 * n + m, 5) for m in range(6)]},
-        }
-        for n in range(10 * 2 * 32 + 10_000)
-    ]
-    marco = folder / "work/microsoft/ms_marco"
-    makers.rows(marco / "v1.1/train.jsonl", found)
-    readme = "---\nconfigs:\n- config_name: v1.1\n  data_files:\n  - split: train\n    path: v1.1/train.jsonl\n---\n"
-    (marco / "README.md").write_text(readme)
-    nano_beir(folder)
-
-
 def pairs(folder: Path) -> None:
     makers.bert(folder / "model")
     makers.rows(folder / "pairs.jsonl", [{"anchor": words(n), "positive": words(n + 1)} for n in range(64)])
@@ -104,18 +94,9 @@ PROGRAMS = [
         (),
         ACCELERATE,
         names_folders_by_second=True,
+        not_compared=WRITTEN_TWICE,
         prepare=entailments,
-        tolerance=KEYS,
-    ),
-    Program(
-        "sentence-transformers training_stsbenchmark of a CrossEncoder, bf16",
-        example("cross_encoder/training/sts/training_stsbenchmark.py", "d6a574a47db87e08"),
-        (),
-        ACCELERATE,
-        names_folders_by_second=True,
-        prepare=similarity,
-        stand_ins=["bf16_everywhere"],
-        tolerance=KEYS,
+        tolerance=RANKED,
     ),
     Program(
         "sentence-transformers train_splade_stsbenchmark, bf16",
@@ -123,6 +104,7 @@ PROGRAMS = [
         (),
         ACCELERATE,
         names_folders_by_second=True,
+        not_compared=WRITTEN_TWICE,
         prepare=similarity,
         stand_ins=["bf16_everywhere"],
         tolerance=KEYS,
@@ -133,20 +115,10 @@ PROGRAMS = [
         (),
         ACCELERATE,
         names_folders_by_second=True,
+        not_compared=WRITTEN_TWICE,
         prepare=answers,
         stand_ins=["no_uploads", "bf16_everywhere"],
-        tolerance=KEYS,
-        limit=1800,
-    ),
-    Program(
-        "sentence-transformers training_ms_marco_cmnrl of a CrossEncoder (its cached ranking loss), bf16, evaluated, saved",
-        example("cross_encoder/training/ms_marco/training_ms_marco_cmnrl.py", "8177f5770aaef1d2"),
-        (),
-        ACCELERATE,
-        names_folders_by_second=True,
-        prepare=passages,
-        stand_ins=["no_uploads", "bf16_everywhere"],
-        tolerance=KEYS,
+        tolerance=Tolerance(files=(1e-5, 1e-5), noise=KEYS.noise, reason="52 steps of Adam in bf16"),
         limit=1800,
     ),
     Program(
@@ -154,6 +126,7 @@ PROGRAMS = [
         Own("library/cached_ranking_loss.py", "sentence_transformers"),
         ("{data}",),
         ACCELERATE,
+        not_compared=WRITTEN_TWICE,
         prepare=pairs,
     ),
 ]

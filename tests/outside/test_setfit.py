@@ -49,7 +49,10 @@ PROGRAMS = [
         ACCELERATE,
         prepare=sentiments,
         stand_ins=["local_metrics"],
-        not_compared={"checkpoints/runs/*": "the ten models' folders are named by the second, which some share"},
+        not_compared={
+            "checkpoints/runs/*": "the ten models' folders are named by the second, which some share",
+            "*training_args.bin": "each rank writes it, and its own rank into it",
+        },
     ),
     Program(
         "setfit, checkpoints, saved",

@@ -59,13 +59,13 @@ def check(outcome: Outcome, folder: Path) -> None:
     if program.prepare is not None:
         program.prepare(data)
     place = folder / "run"  # the same for both, since programs save paths
-    plain = run(program, [*switch.ddp, *start], switch.ddp_arguments, data, place, switch.ddp_stand_ins)
+    plain = _in_one_second(program, [*switch.ddp, *start], switch.ddp_arguments, data, place, switch.ddp_stand_ins)
     plain.move(folder / "ddp")
     if plain.failed:
         outcome.result = "fails under DDP"
         raise AssertionError(_told("it fails under DDP already", plain))
     _assert_used(plain, "DDP", "shard")
-    ours = run(program, [*switch.ours, *start], switch.our_arguments, data, place)
+    ours = _in_one_second(program, [*switch.ours, *start], switch.our_arguments, data, place)
     ours.move(folder / "ours")
     if program.refused is not None:
         _assert_refused(program.refused, ours)
