@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .devices import peak_memory, reset_peak_memory
 
-__all__ = ["held_by_tensors", "peak_of", "tensors_here"]
+__all__ = ["held", "held_by_tensors", "peak_of", "tensors_here"]
 
 
 def tensors_here() -> list[torch.Tensor]:
@@ -35,6 +35,14 @@ def held_by_tensors(tensors: Iterable[torch.Tensor] | None = None) -> int:
                 storage = each.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
+
+
+def held(device: torch.device) -> int:
+    """Return the bytes that are allocated now; on the CPU those of tensors, outside of a step."""
+    if device.type == "cuda":
+        return reset_peak_memory(device)
+    gc.collect()
+    return held_by_tensors()
 
 
 def peak_of(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
