@@ -21,7 +21,7 @@ from torch_shard.config.offload import offload_of
 from torch_shard.config.offload_text import read_offload
 from torch_shard.config.precision import for_autocast
 from torch_shard.plan.paste import lines_for
-from torch_shard.plan.settings_search import Candidate
+from torch_shard.plan.settings_search import OUTSIDE, Candidate
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,6 +111,7 @@ def test_more_precision_takes_more(llama: str, capsys: pytest.CaptureFixture[str
     [
         (("--memory", "many"), "--memory must be a number of bytes such as 80GiB or 24GB, not 'many'."),
         (("--device", "h101"), "device must be one of a100, h100, "),
+        (("--device", "mine.json"), "mine.json must be a file with a JSON object, such as {"),
         (("--link", "fast"), "link must be one of nvlink3, "),
         (("--nodes", "0"), "--nodes must be at least 1, not 0."),
     ],
@@ -120,6 +121,32 @@ def test_bad_arguments(
 ) -> None:
     assert planned(llama, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_figures_of_a_device_come_from_a_file(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seconds = []
+    for flops in (1e12, 1e15):
+        file = tmp_path / "mine.json"
+        figures = {
+            "name": "mine",
+            "peak_flops": {"fp32": flops, "bf16": flops},
+            "memory_bandwidth": 1e12,
+            "memory_bytes": 8e9,
+        }
+        file.write_text(json.dumps(figures))
+        assert planned(llama, "--device", str(file), "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["budget"] == int(8e9 * 0.95) - OUTSIDE
+        seconds.append(found["candidates"][0]["seconds"])
+    assert seconds[0] > 2 * seconds[1]
+
+
+def test_an_architecture_that_transformers_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "not_of_this_world"}')
+    assert planned(str(tmp_path)) == 2
+    assert "no causal language model of transformers" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,10 +208,10 @@ def test_the_peak_is_that_of_a_real_step(name):
 )
 def test_convolutions_hold_the_copies_that_their_kernels_reorder(make, shape, dtype):
     # oneDNN copies inputs, weights and results into layouts of its own, which depend on the processor.
-    model, x = make().to(dtype), torch.randn(shape, dtype=dtype)
+    model = make().to(dtype)
 
     def step(model: nn.Module) -> None:
-        model(x).pow(2).mean().backward()
+        model(torch.randn(shape, dtype=dtype)).pow(2).mean().backward()
 
     trace = trace_step(model, step)
     assert traced_peak(trace) == pytest.approx(measured_peak(model, step), rel=0.05)

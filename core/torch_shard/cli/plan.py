@@ -204,7 +204,7 @@ def _model(name: str) -> Any:
 
 
 def _device(name: str) -> Device:
-    return Device.from_file(name) if name.endswith(".json") and Path(name).exists() else device(name)
+    return Device.from_file(name) if name.endswith(".json") else device(name)
 
 
 def _link(given: str | None, default: str) -> Link:
