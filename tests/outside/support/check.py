@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoints import consolidate
-from .comparison import compare_files, compare_losses, named_apart
+from .comparison import compare_files, compare_losses, drop_twins
 from .launch import Run, run
 from .program import Program
 
 __all__ = ["Outcome", "check"]
 
 _END = 6000  # characters of a program's output in a message
-_TRIES = 4  # of a run whose ranks name folders by the second
 
 
 @dataclass
@@ -59,13 +56,13 @@ def check(outcome: Outcome, folder: Path) -> None:
     if program.prepare is not None:
         program.prepare(data)
     place = folder / "run"  # the same for both, since programs save paths
-    plain = _in_one_second(program, [*switch.ddp, *start], switch.ddp_arguments, data, place, switch.ddp_stand_ins)
+    plain = run(program, [*switch.ddp, *start], switch.ddp_arguments, data, place, switch.ddp_stand_ins)
     plain.move(folder / "ddp")
     if plain.failed:
         outcome.result = "fails under DDP"
         raise AssertionError(_told("it fails under DDP already", plain))
     _assert_used(plain, "DDP", "shard")
-    ours = _in_one_second(program, [*switch.ours, *start], switch.our_arguments, data, place)
+    ours = run(program, [*switch.ours, *start], switch.our_arguments, data, place)
     ours.move(folder / "ours")
     if program.refused is not None:
         _assert_refused(program.refused, ours)
@@ -76,6 +73,9 @@ def check(outcome: Outcome, folder: Path) -> None:
     _assert_used(ours, "shard", "DDP")
     outcome.result = "differs"
     consolidate(ours.folder)
+    if program.names_folders_by_second:
+        drop_twins(plain.folder)
+        drop_twins(ours.folder)
     losses = compare_losses(plain.losses, ours.losses, program.tolerance)
     given = [path.relative_to(data / "work").as_posix() for path in (data / "work").rglob("*") if path.is_file()]
     files = compare_files(plain.folder, ours.folder, program.tolerance, [*program.not_compared, *given])
@@ -87,24 +87,6 @@ def check(outcome: Outcome, folder: Path) -> None:
     assert not losses.differences, f"{program.name}: losses differ:\n{losses.text()}"
     assert not files.differences, f"{program.name}: files differ:\n{files.text()}"
     outcome.result = "equal"
-
-
-def _in_one_second(
-    program: Program,
-    command: Sequence[str],
-    arguments: Sequence[str],
-    data: Path,
-    place: Path,
-    stand_ins: Sequence[str] = (),
-) -> Run:
-    """Run a program; run it again if its ranks have met another second, by which they name what is one folder otherwise."""
-    found = run(program, command, arguments, data, place, stand_ins)
-    for _ in range(_TRIES - 1 if program.names_folders_by_second else 0):
-        if found.failed or not named_apart(found.folder):
-            break
-        shutil.rmtree(place)
-        found = run(program, command, arguments, data, place, stand_ins)
-    return found
 
 
 def _assert_used(found: Run, expected: str, other: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from .files import Pixels, read, without_dates
 from .program import Tolerance
 
-__all__ = ["Report", "compare_files", "compare_losses", "named_apart"]
+__all__ = ["Report", "compare_files", "compare_losses", "drop_twins"]
 
 _SHOWN = 12  # differences in a message
 
@@ -66,10 +67,19 @@ def compare_files(expected: Path, found: Path, tolerance: Tolerance, left_out: S
     return report
 
 
-def named_apart(folder: Path) -> bool:
-    """Return True if folders differ by the second in their names alone: each rank has named what is meant to be one folder."""
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()]
-    return len(set(map(without_dates, names))) < len(names)
+def drop_twins(folder: Path) -> None:
+    """Of folders whose names differ by the second alone, keep that of rank 0, which writes weights and so the most bytes."""
+    twins: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and without_dates(path.name) != path.name:
+            twins.setdefault(without_dates(path.relative_to(folder).as_posix()), []).append(path)
+    for found in twins.values():
+        for path in sorted(found, key=_nbytes)[:-1]:
+            shutil.rmtree(path)
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _files(folder: Path, left_out: Sequence[str]) -> dict[str, Path]:

@@ -84,8 +84,8 @@ class Program:
         tolerance: how far numbers may be apart.
         not_compared: patterns of paths of files, each with the reason why these can't be equal.
         losses: True to compare losses; False for a program without a backward.
-        names_folders_by_second: True if each rank names a folder by the time, and means one folder; such a run is repeated where
-            the ranks have met different seconds.
+        names_folders_by_second: True if each rank names a folder by the time, and means one folder; where the ranks have met
+            different seconds, that of rank 0 is compared.
         refused: a piece of the error with which this package refuses it; the DDP run must succeed all the same.
         limit: seconds that one run may take.
     """
