@@ -232,6 +232,9 @@ def report(results: list[tuple[Case, list[Peak], list[int]]]) -> None:
 def report_resident(results: list[tuple[Case, list[Peak], list[int]]]) -> None:
     """Print what the processes take of the machine; each case is measured in processes of its own."""
     print("\nResident size of the process, predicted with what was resident before the model:")
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(
+        1 << 20
+    )  # blocks from 1 MiB on go back to the system when they are freed
     sizes = []
     for case, peaks, _ in results:
         ranks = on_ranks([case], most_resident)[0]

@@ -67,8 +67,8 @@ def test_a_comparison_that_can_not_tell_a_wrong_scale_fails(rank, world_size):
 def test_a_plan_that_is_a_byte_off_fails(rank, world_size):
     real = memory.shard
 
-    def wrong(model, **settings):
-        engine = real(model, **settings)
+    def wrong(*given):
+        engine = real(*given)
         predicted = engine.plan.predicted
         patch.setattr(
             type(engine.plan), "predicted", dataclasses.replace(predicted, parameters=predicted.parameters + 1)
@@ -78,7 +78,16 @@ def test_a_plan_that_is_a_byte_off_fails(rank, world_size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "shard", wrong)
         found = statuses(rank, world_size, "memory", "full_shard, fp32")
-    assert found == ["failed", "passed", "passed", "passed"]
+    assert found == ["failed", "passed", "passed", "passed", "passed"]
+
+
+@ranks(2)
+def test_a_prediction_that_is_too_low_fails(rank, world_size):
+    true = memory._predicted_peak
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "_predicted_peak", lambda *given: int(0.8 * true(*given)))
+        found = statuses(rank, world_size, "memory", "full_shard, fp32")
+    assert found == ["passed", "passed", "passed", "passed", "failed"]
 
 
 @pytest.mark.exhaustive

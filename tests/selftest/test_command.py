@@ -78,12 +78,14 @@ def check_it_names_nobody(report: Path) -> None:
 def test_what_is_good_passes_and_two_files_say_so(tmp_path):
     report = tmp_path / "report.html"
     said = selftest("--only", "memory,streams", "--case", "full_shard*", "--report", report, folder=tmp_path)
-    assert re.search(r"^memory +8 passed$", said, re.M) and re.search(r"^streams +2 skipped$", said, re.M), said
-    assert "the CPU has no streams" in said and "PASSED: 8 passed, 0 failed, 2 skipped" in said
+    assert re.search(r"^memory +10 passed$", said, re.M) and re.search(r"^streams +2 skipped$", said, re.M), said
+    assert "the CPU has no streams" in said and "PASSED: 10 passed, 0 failed, 2 skipped" in said
     found = json.loads(report.with_suffix(".json").read_text())
-    assert found["good"] and found["counts"] == {"passed": 8, "failed": 0, "skipped": 2}
+    assert found["good"] and found["counts"] == {"passed": 10, "failed": 0, "skipped": 2}
     assert len(found["environment"]["devices"]) == 2 and found["environment"]["torch"]
-    assert all(r["measured"] == r["expected"] for r in found["results"] if r["status"] == "passed")
+    passed = [r for r in found["results"] if r["status"] == "passed"]
+    assert all(r["measured"] == r["expected"] for r in passed if "peak of a step" not in r["name"])
+    assert all(r["measured"] <= r["expected"] for r in passed)
     assert not re.search(r"""(src|href)="[^#]|@import|url\([^#]""", report.read_text())
     check_it_names_nobody(report)
 
