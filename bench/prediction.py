@@ -147,7 +147,7 @@ def measured(case: Case) -> int:
     for _ in range(TRIES):
         peak, unseen = peak_of(lambda: step_of(case, training, optimizer, training.model), torch.device("cpu"))
         peaks.append(peak)
-        excess = torch.tensor(unseen - max(UNSEEN, UNSEEN_PART * peak))
+        excess = torch.tensor(float(unseen - max(UNSEEN, UNSEEN_PART * peak)))
         dist.all_reduce(excess, dist.ReduceOp.MAX)
         if excess < 0:
             return peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import torch_shard
 from tests.compat.harness import Pair, batch, plain_backward, train_both
 from tests.support.ranks import ranks
 from torch_shard.schedule.unit_state import State
@@ -98,5 +100,53 @@ def test_a_model_that_is_met_in_nested_backwards_alone_has_one_end(rank: int, wo
 
 
 @ranks(2)
-def test_two_models_that_are_met_in_nested_backwards_alone(rank: int, world_size: int) -> None:
-    train_both(lambda: nn.Sequential(Recomputed(), Recomputed()), rank, world_size, units=[nn.Linear])
+def test_two_engines_that_are_met_in_nested_backwards_alone_end_in_one_order(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = [Recomputed() for _ in range(2)]
+    models = copy.deepcopy(plain)
+    for model in models:
+        torch_shard.shard(model, units=[nn.Linear])
+    for step in range(3):
+        for first, second in (plain, models):
+            first.zero_grad()
+            second.zero_grad()
+            x = torch.full((2, 5), 0.1 * (step + 1))
+            (first(x).square().sum() + second(x).square().sum()).backward()
+    for one, other in zip(plain, models, strict=True):
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+class Inner(torch.autograd.Function):
+    """Trains a model in its backward, which has a graph of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, train: Any) -> torch.Tensor:
+        ctx.train = train
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.train()
+        return grads[0], None
+
+
+@ranks(2)
+def test_a_whole_training_step_inside_another_models_backward(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    sharded = copy.deepcopy(plain)
+    torch_shard.shard(sharded, units=[nn.Linear])
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def train(model: Any = model, optimizer: Any = optimizer) -> None:
+            for _ in range(2):
+                model(torch.ones(2, 5)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Inner.apply(torch.ones(1, requires_grad=True), train).sum().backward()
+    for p, q in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p)

@@ -187,9 +187,9 @@ def _zero_grad(self: OptimizerProxy, cls: Any, *args: Any, **kwargs: Any) -> Non
     self._session.zero_grad(functools.partial(cls.zero_grad, self, *args, **kwargs), users)
 
 
-def _init_group(self: OptimizerProxy, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _init_group(self: Any, *args: Any, **kwargs: Any) -> Any:
     with explained(self._session.optimizer()):
-        return cls._init_group(self, *args, **kwargs)
+        return super(OptimizerProxy, self)._init_group(*args, **kwargs)
 
 
 def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) -> tuple[Any, Session]:
@@ -208,7 +208,7 @@ def proxy_of(optimizer: Any, backend: StepBackend, classes: dict[type, type]) ->
         if hasattr(cls, "zero_grad"):
             names["zero_grad"] = functools.partialmethod(_zero_grad, cls)
         if hasattr(cls, "_init_group"):  # in which torch's optimizers make their state
-            names["_init_group"] = functools.partialmethod(_init_group, cls)
+            names["_init_group"] = _init_group
         found = classes[cls] = type(cls.__name__, (OptimizerProxy, cls), names)
     proxy: Any = object.__new__(found)
     object.__setattr__(proxy, "__dict__", optimizer.__dict__)  # not by a __setattr__ of its own

@@ -29,7 +29,8 @@ def report(found: Search, title: str, lines: Mapping[str, str]) -> str:
     verdict = f"{'fits' if first.fits else 'nothing fits; nearest'}: {first.candidate}\n"
     verdict += f"{mib(first.nbytes)} of {mib(found.budget)} MiB on each rank{lack}; {first.seconds:.3f} s a step"
     sections = [f'<pre class="{state}">{html.escape(verdict)}</pre>', _pictures(found)]
-    sections += ["<h2>sent by a rank in a step</h2>", sent_table(found.replay.timeline)]
+    part = "the last micro-batch" if first.candidate.accumulation > 1 else "a step"
+    sections += [f"<h2>sent by a rank in {part}</h2>", sent_table(found.replay.timeline)]
     sections += ["<h2>settings</h2>", _candidates(found)]
     if lines:
         sections.append("<h2>to paste</h2>")

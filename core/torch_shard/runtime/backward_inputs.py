@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..unit.unit import unit_of
 from ..utils.autograd_private import graph_task
@@ -47,8 +49,9 @@ def install(runtime: Runtime) -> None:
         if given.arguments.get("inputs") is not None:
             given.arguments["inputs"] = _with_unsharded(given.arguments["inputs"])
         if graph_task() != -1:  # inside another backward, for which the runtimes are prepared
-            for runtime in list(_runtimes):
-                runtime.backwards.begin_nested()
+            if sys._getframe(1).f_code is CheckpointFunction.backward.__code__:
+                for runtime in sorted(_runtimes, key=_number):  # they end in this order, which is that of all ranks
+                    runtime.backwards.begin_nested()
             return original(*given.args, **given.kwargs)
         with contextlib.ExitStack() as stack:
             for runtime in list(_runtimes):
@@ -57,6 +60,10 @@ def install(runtime: Runtime) -> None:
 
     backward._torch_shard = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward  # type: ignore[assignment]
+
+
+def _number(runtime: Runtime) -> int:
+    return runtime.operations.number
 
 
 def _with_unsharded(inputs: Any) -> Any:

@@ -42,7 +42,8 @@ class Backwards:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._end: weakref.ref[Any] | None = None  # the callback at the end of the running backward
-        # The callback at the end of a backward that runs others, which alone may have parts of this engine, and its graph task.
+        # The callback at the end of a backward that recomputes layers in backwards of their own, which alone may have parts of
+        # this engine; and its graph task.
         self._end_of_outer: weakref.ref[Any] | None = None
         self._outer_task = -1
         self._tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
@@ -138,6 +139,7 @@ class Backwards:
             except ShardError as error:
                 self._refusal = error
             self._called = True
+            self._end_of_outer = None  # of a call that has failed, whose graph task a thread of a device may still keep
             if runtime.in_backward is not None:
                 runtime.in_backward.enter_call()
             yield
@@ -202,18 +204,19 @@ class Backwards:
         self._end = weakref.ref(end, self._abandon_if)
 
     def begin_nested(self) -> None:
-        """Let this engine's backward end with the running one, inside of which another begins.
+        """Let this engine's backward end with the running one, inside of which that of a recomputed layer begins.
 
         Reentrant checkpointing runs a backward for each layer, and the engine may be met in these alone. It would otherwise take
         each for a backward of its own, with an end at which it waits for all reductions and for the other ranks.
         """
-        if self._called and self._end is None and (self._end_of_outer is None or self._end_of_outer() is None):
-            end = functools.partial(self._end_outer)
+        if self._called and self._end is None and self._end_of_outer is None:
+            end = functools.partial(self._end_outer, graph_task())
             self._end_of_outer, self._outer_task = weakref.ref(end), graph_task()
             _queue(end)
 
-    def _end_outer(self) -> None:
-        if self._end is not None and self._end_of_outer is not None and self._end() is self._end_of_outer():
+    def _end_outer(self, task: int) -> None:
+        outer = self._end_of_outer
+        if self._end is not None and outer is not None and task == self._outer_task and self._end() is outer():
             self.end_backward()
 
     def _nest(self, task: int) -> None:
