@@ -23,8 +23,7 @@ def explained(optimizer: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         runtime = first_runtime(optimizer)
-        if (
-            runtime is not None and runtime.versions.changing
-        ):  # else a closure has failed, which runs a forward and a backward
+        # Else a closure has failed, which runs a forward and a backward.
+        if runtime is not None and runtime.versions.changing:
             explain(runtime, error, OPTIMIZER_STEP)
         raise

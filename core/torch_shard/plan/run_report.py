@@ -126,7 +126,8 @@ def _profiled(profiled: ProfiledStep, plan: Plan, begun_with: int, planned: Sear
     sections += [streams_plot(profiled.timeline, plan, profiled.waits)] if plots else []
     sections.append(waits_table(profiled.waits, profiled.timeline.total))
     if planned is not None:
-        sections += ["<h2>sent in a step, as predicted</h2>", sent_table(planned.replay.timeline)]
+        part = "the last micro-batch" if planned.estimates[0].candidate.accumulation > 1 else "a step"
+        sections += [f"<h2>sent in {part}, as predicted</h2>", sent_table(planned.replay.timeline)]
     return sections
 
 

@@ -38,7 +38,7 @@ def held_by_tensors(tensors: Iterable[torch.Tensor] | None = None) -> int:
 
 
 def held(device: torch.device) -> int:
-    """Return the bytes that are allocated now; on the CPU those of tensors, outside of a step."""
+    """Return the bytes that are allocated now; on the CPU those of tensors, outside of a step. A GPU's peak begins anew."""
     if device.type == "cuda":
         return reset_peak_memory(device)
     gc.collect()
