@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.support.inside import runtime_of
 from tests.support.marks import quick
 from tests.support.ranks import ranks, run
 from torch_shard.comm.work import FIRST_TICK, caller_line
@@ -105,7 +106,7 @@ def test_an_operation_that_one_rank_alone_runs_is_an_error_in_time_and_then_on_a
 
 def dies_in_comparison(rank, world_size):
     engine = torch_shard.shard(net(), **small)
-    operations = engine._runtime.operations
+    operations = runtime_of(engine).operations
     operations.note(rank, f"rank {rank}'s own way")
     if rank == 1:
         operations.collectives.watchdog.exchange = lambda *_: os._exit(1)
@@ -128,7 +129,7 @@ def test_both_sides_of_a_comparison_still_name_the_first_difference(rank):
     model = net()
     engine = torch_shard.shard(model, alone="error", **small)
     if rank == 0:  # a collective that carries no parameters and no gradients, so that nothing can pair with it wrongly
-        engine._runtime.collectives.watchdog.channels["host barrier"].count()
+        runtime_of(engine).collectives.watchdog.channels["host barrier"].count()
     with pytest.raises(DivergenceError, match=r"rank 0: .*; rank 1: "):
         if rank == 0:
             model(torch.ones(2, 4))
@@ -237,7 +238,7 @@ def test_subgroups_that_overlap_can_be_sharded_over_in_turn(rank):
 def test_groups_that_one_rank_has_destroyed_are_made_anew_on_all(rank):
     engine = torch_shard.shard(net(), **small)
     if rank == 1:
-        dist.destroy_process_group(engine._runtime.collectives.scalar.channel.group)
+        dist.destroy_process_group(runtime_of(engine).collectives.scalar.channel.group)
     a_new_one_trains()
 
 

@@ -22,6 +22,7 @@ from tests.compat.harness import (
     same_grads,
     train_both,
 )
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
 
@@ -228,7 +229,7 @@ def _frozen_in_forward(model: Any, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("run", [_frozen_throughout, *seldom(_frozen_in_forward)])
 def test_units_that_a_forward_found_frozen_train_like_plain(rank, world_size, run: Callable[..., None]):
     pair = Pair(Critic, rank, world_size, unit_bytes=300)
-    runtime = pair.engine._runtime
+    runtime = runtime_of(pair.engine)
     pair.step(plain_backward, batch(rank, 0))
     pair.step(run, batch(rank, 1))
     reduced = {unit.name for unit in runtime.units if runtime.reductions.rounds[unit.index]}

@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 
 import torch_shard
+from tests.support.inside import runtime_of
 
 TWO = {"strategy": "hybrid_shard", "shard_size": 2}
 
 
 def same_copies(engine: torch_shard.Engine) -> None:
     """Assert that the copies are equal, to the bit. Collective."""
-    c = engine._runtime.collectives
+    c = runtime_of(engine).collectives
     for unit in engine.units:
         for flat in unit.flats:
             everyone = [torch.empty_like(flat.shard) for _ in range(c.world)]

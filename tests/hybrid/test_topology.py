@@ -11,6 +11,7 @@ import torch_shard
 from tests.compat.harness import MLP, batch, loss_of, train_both
 from tests.hybrid.harness import TWO, same_copies
 from tests.support.collectives import Collectives
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
@@ -18,7 +19,7 @@ from torch_shard.layout.rank_topology import Topology
 
 
 def _shard_groups(engine: torch_shard.Engine) -> tuple[tuple[int, ...], ...]:
-    return engine._runtime.collectives.topology.shard_groups
+    return runtime_of(engine).collectives.topology.shard_groups
 
 
 @ranks(4)
@@ -95,7 +96,7 @@ def test_a_topology_has_each_rank_once():
 
 def _crossing(calls: Collectives, engine: torch_shard.Engine) -> tuple[int, int]:
     """Bytes in collectives of groups with ranks of both copies: all-reduces of gradients, and everything else."""
-    rows = engine._runtime.collectives.topology.shard_groups
+    rows = runtime_of(engine).collectives.topology.shard_groups
     gradients = others = 0
     for name, nbytes, dtypes, group in calls.calls:
         members = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.support.inside import runtime_of
 from torch_shard import Offload, Precision
 
 HALF = Precision(param_dtype=torch.bfloat16)
@@ -99,7 +100,7 @@ class Training:
 def hold(training, seconds=20.0):
     """The host thread does nothing for so long, or until the event that this returns is set."""
     go = threading.Event()
-    training.engine._runtime.host.thread.do(functools.partial(go.wait, seconds))
+    runtime_of(training.engine).host.thread.do(functools.partial(go.wait, seconds))
     return go
 
 
@@ -114,7 +115,7 @@ def held_up(training):
 
 
 def units(training):
-    return training.engine._runtime.units
+    return runtime_of(training.engine).units
 
 
 def flats(training):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_shard
 from tests.offload.beside_gpu import beside_gpu
 from tests.offload.models import WIDTH, Model, inputs, loss_of, same
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive, one_at_a_time, quick
 from tests.support.ranks import ranks, run
 from torch_shard import Precision
@@ -39,8 +40,8 @@ def train(rank, offload, kind, accumulate=1, clip=None, sync=True, strategy="ful
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=kind == "16-mixed")
     seen = []
-    flats = [flat for unit in engine._runtime.units for flat in unit.flats]
-    device = beside_gpu(engine._runtime.host, [f.gradients for f in flats]) if gpu else contextlib.nullcontext()
+    flats = [flat for unit in runtime_of(engine).units for flat in unit.flats]
+    device = beside_gpu(runtime_of(engine).host, [f.gradients for f in flats]) if gpu else contextlib.nullcontext()
     with device:
         for number in range(steps):
             for micro in range(accumulate):
@@ -94,8 +95,8 @@ def crossed(rank, world_size, kind, strategy):
     config = torch_shard.ShardConfig(offload="cpu", precision=KINDS[kind], strategy=strategy)
     engine = torch_shard.shard(model, config)
     loss_of(model, inputs(rank, 0).to(next(model.parameters()).dtype)).backward()
-    flats = [flat for unit in engine._runtime.units for flat in unit.flats]
-    return engine._runtime.host.arrived / sum(flat.layout.shard_numel for flat in flats)
+    flats = [flat for unit in runtime_of(engine).units for flat in unit.flats]
+    return runtime_of(engine).host.arrived / sum(flat.layout.shard_numel for flat in flats)
 
 
 LOW = ("16-mixed", "bf16-true", "gradients in bf16")
@@ -155,8 +156,8 @@ def prepared(units, **settings):
         offload="cpu", precision=Precision(BF16), units=[f"{n}" for n in range(units)], **settings
     )
     engine = torch_shard.shard(model, config)
-    host = engine._runtime.host
-    return model, engine, host, [flat.gradients for unit in engine._runtime.units for flat in unit.flats]
+    host = runtime_of(engine).host
+    return model, engine, host, [flat.gradients for unit in runtime_of(engine).units for flat in unit.flats]
 
 
 @ranks(1)

@@ -8,6 +8,7 @@ import torch
 
 import torch_shard
 from tests.offload.models import Model, inputs
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from torch_shard.runtime.mixed_precision_hooks import moved
 
@@ -36,7 +37,7 @@ def test_parameters_show_the_device_that_computes_inside_a_forward(rank):
     device = torch.device("cuda", 0)  # there is none: only what is shown is of interest
     other, seen = model.blocks[3][1].weight, []
     model.blocks[0].register_forward_hook(lambda *_: seen.append(other.device))
-    engine._runtime.host.device = device
+    runtime_of(engine).host.device = device
     model(inputs(rank, 0))
     assert seen == [device]
     assert other.device.type == "cpu"

@@ -6,6 +6,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.offload.models import Training, flats, hold, inputs, loss_of
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 
@@ -34,7 +35,7 @@ def in_background(training):
 def test_steps_wait_for_nobody_who_has_let_go(rank, what):
     training = trained(rank)
     weight = training.model.blocks[1][1].weight
-    unit = next(n for n, u in enumerate(training.engine._runtime.units) if any(p is weight for p in u.params))
+    unit = next(n for n, u in enumerate(runtime_of(training.engine).units) if any(p is weight for p in u.params))
     assert all(in_background(training))
     loss_of(training.model, inputs(rank, 3)).backward()
     held = {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.offload.beside_gpu import beside_gpu
 from tests.offload.models import Training, flats, held_up, hold, inputs, loss_of, same, units
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import errors
@@ -65,7 +66,7 @@ def test_a_forward_waits_for_the_units_it_comes_to_only(rank):
     _, offloaded = prepared(rank)
     offloaded.optimizer.step()  # all of it is done behind this, and the units are held up one by one
     offloaded.engine.state_dict(form="full")
-    thread = offloaded.engine._runtime.host.thread
+    thread = runtime_of(offloaded.engine).host.thread
     last = units(offloaded)[-1]
     go, reached = threading.Event(), []
     for flat in last.flats:
@@ -102,7 +103,7 @@ def test_a_step_does_not_wait_for_one_on_other_units(rank):
 @ranks(2, fresh=True)
 def test_a_step_that_fails_is_raised_where_it_is_missed(rank):
     _, offloaded = prepared(rank)
-    work = offloaded.engine._runtime.steps()._backends.get(offloaded.optimizer)
+    work = runtime_of(offloaded.engine).steps()._backends.get(offloaded.optimizer)
     if rank == 0:
         with held_up(offloaded):
             offloaded.optimizer.step()
@@ -148,7 +149,10 @@ def test_an_optimizer_of_matrices_is_refused_beside_a_gpu(rank):
     optimizer = torch.optim.Muon([p for p in training.model.parameters() if p.dim() == 2])
     loss_of(training.model, inputs(rank, 0)).backward()
     before = training.engine.state_dict(form="full")
-    with beside_gpu(training.engine._runtime.host), pytest.raises(errors.ShardError, match="Muon needs full matrices"):
+    with (
+        beside_gpu(runtime_of(training.engine).host),
+        pytest.raises(errors.ShardError, match="Muon needs full matrices"),
+    ):
         optimizer.step()
     same(before, training.engine.state_dict(form="full"))
 

@@ -14,6 +14,7 @@ import torch
 import torch_shard
 from tests.offload.models import Model, Training, inputs, loss_of, same
 from tests.offload.residency import resident
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from torch_shard import errors
 from torch_shard.offload import Offload
@@ -25,7 +26,7 @@ def test_state_lies_on_disk_without_a_name_and_goes_with_the_engine(rank, tmp_pa
     for number in range(3):
         training.step(number)
     training.engine.state_dict(form="full")  # the host has stepped
-    disk = training.engine._runtime.host.disk
+    disk = runtime_of(training.engine).host.disk
     state = sum(v.to_local().nbytes for own in training.optimizer.state.values() for v in own.values() if v.dim())
     assert disk.allocated >= state > 0
     assert os.listdir(tmp_path) == []
@@ -42,7 +43,7 @@ def test_no_more_than_four_units_are_in_memory(rank, tmp_path):
     for number in range(3):
         training.step(number)
     training.engine.state_dict(form="full")
-    disk = training.engine._runtime.host.disk
+    disk = runtime_of(training.engine).host.disk
     assert sum(resident(m.address, m.nbytes) for m in disk._mappings.values()) < disk.allocated / 2
 
 
@@ -62,7 +63,7 @@ def test_state_that_was_loaded_of_parameters_that_are_frozen_goes_there_too(rank
         training.step(5)
         found.append(training.state())
     same(*found)
-    disk, state = training.engine._runtime.host.disk, training.optimizer.state
+    disk, state = runtime_of(training.engine).host.disk, training.optimizer.state
     held = sum(v.to_local().nbytes for own in state.values() for v in own.values() if v.dim())
     assert disk.allocated >= held
 

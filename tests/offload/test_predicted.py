@@ -9,6 +9,7 @@ import torch
 
 import torch_shard
 from tests.offload.models import WIDTH, Model, Training
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision, Quantized, ShardConfig
@@ -153,7 +154,7 @@ def test_what_is_on_disk_was_predicted(rank, tmp_path, nvme_params):
         for number in range(2):
             training.step(number)
     b = training.engine.plan.predicted
-    assert training.engine._runtime.host.disk.allocated == b.disk
+    assert runtime_of(training.engine).host.disk.allocated == b.disk
     assert b.disk == b.optimizer + nvme_params * b.parameters
     assert sum(made) == b.host - staged(training.engine) and b.host == b.host_at_setup
     # One flat buffer for each block: of the five pieces, the largest four.

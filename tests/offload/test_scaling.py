@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.offload.models import Training, flats, inputs, loss_of, same, units
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.offload.host_thread import Later
@@ -43,7 +44,7 @@ def test_step_does_not_wait_for_the_scaling(rank, monkeypatch, accumulate):
             training.step(number)
         for number in range(accumulate):
             loss_of(training.model, inputs(rank, 90 + number)).backward()
-    thread, scale, go = offloaded.engine._runtime.host.thread, GradientBuffer.scale, threading.Event()
+    thread, scale, go = runtime_of(offloaded.engine).host.thread, GradientBuffer.scale, threading.Event()
 
     def held_up(gradients, *args):
         thread.do(go.wait)
@@ -72,7 +73,7 @@ def test_a_unit_does_not_wait_for_the_scaling_of_the_others(rank):
     training.optimizer.step()
     first = flats(training)[0]
     assert not go.is_set() and first.params[0].to_local().isfinite().all()
-    assert training.engine._runtime.reductions.used[0] is units(training)[0]
+    assert runtime_of(training.engine).reductions.used[0] is units(training)[0]
     assert flats(training)[-1].host.pending_writes and not go.is_set()
     go.set()
     training.state()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard
 from tests.compat.harness import MLP, batch, loss_of
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 
@@ -85,7 +86,7 @@ def test_training_goes_on_as_with_ddp(rank, strategy, by, grad):
                 interrupted(module, lambda step=step, model=model: model(batch(rank, step).float()), by)
         train(model, optimizer, rank, range(2, 5))
         if shards:
-            assert not engine._runtime.forwards.running
+            assert not runtime_of(engine).forwards.running
             engine.close(optimizer)
         found.append({name: value.clone() for name, value in module.state_dict().items()})
     torch.testing.assert_close(found[1], found[0])

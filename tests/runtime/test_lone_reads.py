@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.support.inside import runtime_of
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -276,12 +277,12 @@ def test_a_read_waits_for_partners_that_are_behind(rank: int) -> None:
 @ranks(2)
 def test_conversions_that_change_nothing_are_no_edits(rank: int) -> None:
     sharded, engine, plain = made(timeout=5)
-    kept = engine._runtime.versions.finished
+    kept = runtime_of(engine).versions.finished
     if rank == 0:
         for model in (sharded, plain):
             # To torch "cpu:0" is another device than "cpu", so that it copies.
             model.to("cpu:0").to(torch.float32).cpu()
-        assert engine._runtime.versions.finished == kept
+        assert runtime_of(engine).versions.finished == kept
         same(values(sharded), values(plain))
     dist.barrier()
     # An old value is an edit, though it comes from a conversion; so is a copy that was edited.

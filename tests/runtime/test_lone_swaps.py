@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_shard
 from tests.runtime.test_lone_reads import TOKENS, elsewhere, file_of, made, same, train, values
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import Precision
@@ -232,7 +233,7 @@ def test_a_lone_read_is_an_error_where_the_values_are_not_known(rank, case):
 def test_tensors_that_fill_a_model_one_by_one_are_let_go(rank):
     """On each rank all of them together would be the memory that sharding saves."""
     sharded, engine, _ = made()
-    edits = engine._runtime.versions.edits
+    edits = runtime_of(engine).versions.edits
     for n, p in enumerate(sharded.parameters()):
         p.data.copy_(torch.full(p.shape, float(n + 1)))
         assert len(edits._sources) <= 1

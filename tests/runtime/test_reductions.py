@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_shard
 from tests.compat.harness import Block, Pair, batch
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from torch_shard.comm.watchdog import Watchdog
 from torch_shard.comm.work import Pending
@@ -40,11 +41,11 @@ class Tied(nn.Module):
 
 def _most_whole_gradients(pair: Pair, rank: int, steps: int) -> list[int]:
     """The largest number of units with whole gradients at any moment of each step's backward."""
-    units = pair.engine._runtime.units
+    units = runtime_of(pair.engine).units
     most = [0]
 
     def look(*_: object) -> None:
-        reductions = pair.engine._runtime.reductions
+        reductions = runtime_of(pair.engine).reductions
         alive = sum(flat.gradients.flat is not None for unit in units for flat in unit.flats)
         most[-1] = max(most[-1], alive + len(reductions._in_flight))
 
@@ -68,8 +69,8 @@ def test_what_reductions_hold_was_predicted(rank, offload):
     torch.manual_seed(0)
     model = Stack()
     engine = torch_shard.shard(model, units=["*"], offload=offload)
-    reductions, most = engine._runtime.reductions, [0]
-    buffers = [flat.gradients for unit in engine._runtime.units for flat in unit.flats]
+    reductions, most = runtime_of(engine).reductions, [0]
+    buffers = [flat.gradients for unit in runtime_of(engine).units for flat in unit.flats]
 
     def look(*_: object) -> None:
         making = [each.flat for each in buffers if each.flat is not None]
@@ -132,7 +133,7 @@ def test_failed_backwards_leave_no_buffers_behind(rank, world_size):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, WIDTH), *(Block(WIDTH) for _ in range(4)))
     engine = torch_shard.shard(model, unit_bytes=300)
-    groups = engine._runtime.collectives.reduce_channel.groups
+    groups = runtime_of(engine).collectives.reduce_channel.groups
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
@@ -157,7 +158,7 @@ def test_a_blocking_collective_after_a_meeting_gives_the_same_norm(rank, world_s
     engine = torch_shard.shard(model, unit_bytes=300)
     model(torch.randn(4, 5)).sum().backward()
     expected = engine.clip_grad_norm_(1e9)
-    engine._runtime.collectives.watchdog.on_streams = True
+    runtime_of(engine).collectives.watchdog.on_streams = True
     assert torch.equal(engine.clip_grad_norm_(1e9), expected)
     model(torch.randn(4, 5)).sum().backward()
 
@@ -169,7 +170,7 @@ def test_a_rank_that_alone_meets_for_a_norm_is_an_error_that_names_it(rank, worl
     engine = torch_shard.shard(model, timeout=2.0)
     model(torch.randn(4, 5)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()  # before the first step has ended, the time is longer on streams
-    engine._runtime.collectives.watchdog.on_streams = True
+    runtime_of(engine).collectives.watchdog.on_streams = True
     if rank == 0:
         with pytest.raises(ShardError, match="rank 0 waited 2 s in clip_grad_norm_"):
             engine.clip_grad_norm_(1.0)
@@ -193,7 +194,7 @@ class _EndsAsTheTimeIsUp:
 @pytest.mark.parametrize("failure", ["", "connection reset"])
 @ranks(2)
 def test_a_collective_that_ends_as_the_time_of_its_wait_is_up_is_an_error_only_if_it_failed(failure):
-    channel = torch_shard.shard(nn.Linear(3, 3))._runtime.collectives.watchdog.channels["control"]
+    channel = runtime_of(torch_shard.shard(nn.Linear(3, 3))).collectives.watchdog.channels["control"]
     work = _EndsAsTheTimeIsUp(failure)
     with pytest.raises(ShardError, match="a gather failed") if failure else contextlib.nullcontext():
         Pending(Watchdog(0, [0, 1], 5.0, "a test"), channel, 1, "a gather", work).wait()

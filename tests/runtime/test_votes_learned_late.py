@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_shard
+from tests.support.inside import runtime_of
 from tests.support.marks import quick
 from tests.support.ranks import ranks
 from torch_shard.comm.comparisons import Comparisons
@@ -145,7 +146,7 @@ def trained(rank, difference, monkeypatch, reader=READERS["nobody"], early=True,
             patch.setattr(ReduceSchedule, "_may_publish_early", never)
         model, engine, optimizer = made(strategy="no_shard")  # no gather stops a rank that does something else
         if current is not None:
-            current[:] = [engine._runtime]
+            current[:] = [runtime_of(engine)]
         model.layers[1].bias.requires_grad_(difference == "a second reduction")
         differs = DIFFERENCES[difference] if rank == 1 else lambda model: {}
         steps(model, rank, optimizer, lambda: reader(engine, model), 6, differs, backwards)

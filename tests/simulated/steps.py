@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.support.inside import runtime_of
 from torch_shard.activation_offload import ActivationOffload
 from torch_shard.comm.process_group_ops import reduce_scatter_single
 from torch_shard.comm.streams import streams_of
@@ -85,7 +86,7 @@ def adapters() -> nn.Module:
 
 def two_streams(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """One unit computes on two streams at once."""
-    streams = engine._runtime.collectives.streams
+    streams = runtime_of(engine).collectives.streams
     here, other = streams.current(), streams.new()
     first = model.first(x)
     streams.join(other, [here])
@@ -100,7 +101,7 @@ def two_streams(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def joined_late(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """One unit computes on two streams, and the next one begins on one of them while the other still computes."""
-    streams = engine._runtime.collectives.streams
+    streams = runtime_of(engine).collectives.streams
     here, other = streams.current(), streams.new()
     first = model.first(x)
     streams.join(other, [here])
@@ -115,7 +116,7 @@ def joined_late(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def two_chains(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """Two chains of units run side by side on two streams. The second one has two units for each of the first."""
-    streams = engine._runtime.collectives.streams
+    streams = runtime_of(engine).collectives.streams
     here, other = streams.current(), streams.new()
     left = right = model.first(x)
     streams.join(other, [here])
@@ -133,7 +134,7 @@ def two_chains(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def streams_apart(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """A second forward runs on another stream, which does not wait for the first one."""
-    streams = engine._runtime.collectives.streams
+    streams = runtime_of(engine).collectives.streams
     here, other = streams.current(), streams.new()
     streams.join(other, [here])
     first = model(x)
@@ -147,7 +148,7 @@ def streams_apart(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def on_another_stream(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """Training runs on another stream than set-up."""
-    streams = engine._runtime.collectives.streams
+    streams = runtime_of(engine).collectives.streams
     if not hasattr(model, "stream"):
         model.stream = streams.new()
     streams.join(model.stream, [streams.current()])
@@ -274,7 +275,7 @@ def edited(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def stepped_elsewhere(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """Parameters change on another stream, behind which gathers are put by FSDP2's function for that."""
-    streams = engine._runtime.collectives.streams
+    streams = runtime_of(engine).collectives.streams
     other = streams.new()
     streams.join(other, [streams.current()])
     with streams.use(other), torch.no_grad():

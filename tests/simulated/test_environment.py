@@ -8,6 +8,7 @@ import torch_shard
 from tests.simulated.modes import ACCELERATOR
 from tests.simulated.programs import Model
 from tests.simulated.simulation import group, simulated
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 
 
@@ -22,7 +23,7 @@ def warnings_of_set_up() -> tuple[list[str], bool]:
             with ACCELERATOR:
                 model = Model()
             engine = torch_shard.shard(model, mesh=over)
-            shared = engine._runtime.collectives.in_one_order
+            shared = runtime_of(engine).collectives.in_one_order
     finally:
         torch_shard.log.logger.removeFilter(listen)
     return lines, shared

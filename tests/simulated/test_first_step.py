@@ -15,6 +15,7 @@ from tests.simulated.modes import ACCELERATOR
 from tests.simulated.process_group import BACKEND, SimulatedGroup
 from tests.simulated.programs import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from torch_shard.errors import MissingRankError
 
@@ -39,7 +40,7 @@ def test_communicators_come_to_life_in_shard_all_in_one_order(rank):
             model = Model()
         with mock.patch.object(SimulatedGroup, "__init__", making), mock.patch.object(SimulatedGroup, "_run", running):
             engine = torch_shard.shard(model, mesh=over)
-        channels = engine._runtime.collectives.watchdog.channels
+        channels = runtime_of(engine).collectives.watchdog.channels
         # Gathers and reductions don't make hosts connect to each other, too.
         assert {dist.get_backend(channels[name].group) for name in ("all-gather", "reduce")} == {BACKEND}
         orders: list[Any] = [None, None]

@@ -13,6 +13,7 @@ import torch_shard
 from tests.simulated.modes import ACCELERATOR
 from tests.simulated.programs import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 
@@ -97,7 +98,7 @@ def difference(make, config, rank, accumulate=1):
             Reused.memory = torch.empty(2, WIDTH)
         engine = torch_shard.shard(model, torch_shard.ShardConfig(**config), mesh=over)
         train(model, rank, engine, accumulate)
-        gathers = engine._runtime.collectives.gather_channel.issued
+        gathers = runtime_of(engine).collectives.gather_channel.issued
         found = {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
     Reused.memory = None  # DDP itself would take the memory for the gradients
     train(DistributedDataParallel(plain), rank, accumulate=accumulate)

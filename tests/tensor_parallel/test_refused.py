@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from tests.support.run_python import run_python
 from tests.tensor_parallel.harness import DTYPE, Model, batch, loss_of, mesh_of, parallel
@@ -76,7 +77,7 @@ def test_what_is_not_supported_says_so():
     mesh = mesh_of(2, 1, 2, names=("copies", "dp", "tp"))
     hybrid = {"strategy": "hybrid_shard", "mesh_dims": ("copies", "dp")}
     engine = shard(parallel(mesh), mesh=mesh, **hybrid)  # a copy on each rank after all
-    assert engine._runtime.collectives.topology.replicas == 2
+    assert runtime_of(engine).collectives.topology.replicas == 2
     model = parallel(mesh)
     shard(model, mesh=mesh["copies"])
     with pytest.raises(ShardError, match=r"autograd\.grad with respect to embed\.weight"):

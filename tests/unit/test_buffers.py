@@ -8,12 +8,13 @@ import torch
 
 import torch_shard
 from tests.compat.harness import MLP, batch
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 
 
 @ranks(2)
 def test_a_buffer_is_kept_for_as_long_as_a_reduction_expects_one(rank: int) -> None:
-    collectives = torch_shard.shard(MLP())._runtime.collectives
+    collectives = runtime_of(torch_shard.shard(MLP())).collectives
     collectives.expect([(4, torch.float32)] * 2)
     first = collectives.take(4, torch.float32)
     collectives.give(first)

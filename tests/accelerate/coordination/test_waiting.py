@@ -16,6 +16,7 @@ import torch_shard
 from accelerate_shard import ShardPlugin
 from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of
 from tests.accelerate.support.models import loader, loss_of, net, sgd
+from tests.support.inside import runtime_of
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
@@ -49,7 +50,7 @@ def test_the_engines_own_groups_wait_longer_than_the_engine():
     with accelerator() as acc:
         engine = engine_of(acc.prepare(net()))
         assert engine.config.timeout == 4000
-        for channel in engine._runtime.collectives.watchdog.channels.values():
+        for channel in runtime_of(engine).collectives.watchdog.channels.values():
             group = channel.group
             assert group._get_backend(CPU).options._timeout == timedelta(seconds=4060)
 
@@ -95,7 +96,7 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
 def test_wait_for_everyone_waits_for_longer_than_a_short_timeout_which_counts_again_afterwards(rank):
     with accelerator() as acc:
         model = acc.prepare(net())
-        engine_of(model)._runtime.collectives.watchdog._timeout = 1.0  # set-up may take longer
+        runtime_of(engine_of(model)).collectives.watchdog._timeout = 1.0  # set-up may take longer
         if acc.is_main_process:
             time.sleep(2.5)
         acc.wait_for_everyone()

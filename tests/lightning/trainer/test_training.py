@@ -31,6 +31,7 @@ from tests.lightning.support import (
     single,
     trainer,
 )
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Offload, ShardTensor
@@ -132,7 +133,7 @@ def test_hybrid_on_two_nodes_equals_a_single_device(rank, strategy):
 
     class Look(Callback):
         def on_train_start(self, trainer, module):
-            found.append(torch_shard.engine_of(module)._runtime.collectives.topology.shard_groups)
+            found.append(runtime_of(torch_shard.engine_of(module)).collectives.topology.shard_groups)
 
     options = {"num_nodes": 2, "devices": 2, "plugins": [Claims(4, rank, rank % 2, rank // 2)], "callbacks": [Look()]}
     expected, module = Net(), Net()
