@@ -73,6 +73,40 @@ _MINGPT = (
     "trainer_config.use_amp=False", "trainer_config.save_every=1",
 )  # fmt: skip
 
+
+def dino(path: str, digest: str) -> Fetched:
+    return Fetched("facebookresearch/dino", "7c446df5b9f4", path, digest)
+
+
+def _pictures(folder: Path) -> None:
+    for part, count in (("train", 6), ("val", 3)):
+        for name in ("cat", "dog"):
+            makers.images(folder / part / name, count, size=64)
+
+
+_DINO = (
+    "--data_path={data}/train", "--arch=vit_tiny", "--patch_size=32", "--out_dim=64", "--batch_size_per_gpu=2", "--epochs=2",
+    "--local_crops_number=1", "--num_workers=0", "--use_fp16=false", "--output_dir=.", "--warmup_epochs=0", "--saveckp_freq=1",
+)  # fmt: skip
+_LINEAR = ("--data_path={data}", "--arch=vit_tiny", "--patch_size=32", "--batch_size_per_gpu=2", "--num_workers=0")
+
+DIT = Fetched("facebookresearch/DiT", "ed81ce222909", "train.py", "b58b7632563e1485", needs=["diffusers"])
+_DIT = ("--data-path={data}/train", "--model=DiT-S/8", "--num-classes=2", "--global-batch-size=4", "--num-workers=0")
+
+
+def _latents(folder: Path) -> None:
+    import diffusers
+
+    _pictures(folder)
+    diffusers.AutoencoderKL(
+        block_out_channels=(4,) * 4,
+        norm_num_groups=4,
+        latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+    ).save_pretrained(folder / "work" / "stabilityai" / "sd-vae-ft-ema")
+
+
 PROGRAMS = [
     Program(
         "nanoGPT's train.py: rank 0 evaluates and saves; resumed",
@@ -135,6 +169,40 @@ PROGRAMS = [
         prepare=_clip,
         stand_ins=["cpu_as_cuda"],
         not_compared={"logs/tiny/out.log": "it has times"},
+    ),
+    Program(
+        "DINO's main_dino.py: a teacher averages the student's parameters, a weight-normed head, gradients clipped one by one",
+        dino("main_dino.py", "74ef2afb9e16ab85"),
+        _DINO,
+        TORCHRUN,
+        prepare=_pictures,
+        stand_ins=["cpu_as_cuda", "cpu_as_accelerator", "no_torch_hub"],
+    ),
+    Program(
+        "DINO's main_dino.py with its own LARS, which takes norms of parameters, and a frozen last layer",
+        dino("main_dino.py", "74ef2afb9e16ab85"),
+        (*_DINO, "--optimizer=lars", "--lr=1.0", "--freeze_last_layer=0"),
+        TORCHRUN,
+        prepare=_pictures,
+        stand_ins=["cpu_as_cuda", "cpu_as_accelerator", "no_torch_hub"],
+    ),
+    Program(
+        "DINO's eval_linear.py: a classifier of frozen features; resumed",
+        dino("eval_linear.py", "747e8a8861d65fc6"),
+        (*_LINEAR, "--num_labels=2", "--epochs=1"),
+        TORCHRUN,
+        then=[(*_LINEAR, "--num_labels=2", "--epochs=2")],
+        prepare=_pictures,
+        stand_ins=["cpu_as_cuda", "cpu_as_accelerator", "no_torch_hub"],
+    ),
+    Program(
+        "DiT's train.py: an average on every rank, both state dicts saved by rank 0, a seed for each rank",
+        DIT,
+        (*_DIT, "--epochs=1", "--ckpt-every=3", "--log-every=1"),
+        TORCHRUN,
+        prepare=_latents,
+        stand_ins=["cpu_as_cuda", "cpu_as_accelerator", "script_sees_cuda"],
+        not_compared={"results/*/log.txt": "it has times"},
     ),
 ]
 

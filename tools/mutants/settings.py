@@ -10,7 +10,7 @@ PACKAGES = (ENGINE, "lightning_shard", "accelerate_shard")  # of which it is rec
 
 # The hot and the dangerous parts, as globs under ENGINE. A part says which files hold it; it may hold any number.
 PARTS: dict[str, tuple[str, ...]] = {
-    "schedule": ("runtime/unshard_schedule.py", "runtime/gather_order.py"),
+    "schedule": ("schedule/*.py",),
     "runtime": (
         "runtime/runtime.py",
         "runtime/session.py",

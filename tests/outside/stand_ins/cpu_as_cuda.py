@@ -30,7 +30,9 @@ def apply(torch: ModuleType) -> None:
 
     OnCpu().__enter__()  # for the life of the process
     torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.pin_memory = lambda self, *_: self
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
     torch.nn.Module.to = moved(torch.nn.Module.to)
     torch.amp.autocast.__init__ = moved(torch.amp.autocast.__init__)
     torch.load = moved(torch.load)
