@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import errors
 from ..comm.mesh import device_for, ranks_of_node
-from ..comm.process_groups import group_timeout
+from ..comm.process_groups import group_timeout, ranks_of
 from ..comm.rendezvous import exchange_texts
 from ..comm.streams import streams_of
 from ..config.offload import Offload
@@ -72,11 +72,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
     """
     if not any(p.requires_grad for p in model.parameters()):
         return Chosen(dataclasses.replace(config, strategy="full_shard", memory=None))
-    world = (
-        torch.distributed.get_world_size()
-        if torch.distributed.is_available() and torch.distributed.is_initialized()
-        else 1
-    )
+    world = len(ranks_of())
     size = getattr(mesh, "size", None)
     if isinstance(mesh, (tuple, list)) or getattr(mesh, "ndim", 1) > 1 or (callable(size) and size() != world):
         raise ConfigError(

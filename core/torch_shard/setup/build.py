@@ -222,8 +222,7 @@ def _allocate_full(setup: Setup) -> None:
 
 def _replace(setup: Setup, param: nn.Parameter, other: nn.Parameter) -> None:
     """Swap the content of the user's parameter for that of `other`, a plain parameter."""
-    post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    swapped = Swapped(param, other, param._backward_hooks, post_hooks, param.grad)
+    swapped = Swapped.about_to(param, other)
     torch.utils.swap_tensors(param, other)
     setup.undo.callback(swapped.swap_back)
 

@@ -124,27 +124,23 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> S
     sharded = flat.params[index]
     name = flat.layout.slots[index].name
     adopt(sharded, original)
-    grad = original.grad
-    hooks = original._backward_hooks
-    post = getattr(original, "_post_accumulate_grad_hooks", None)
+    swapped = Swapped.about_to(original, sharded)
     own = None
-    if grad is not None:
+    if swapped.grad is not None:
         spec = sharded._spec
-        own = shard_of_part(flat.part_of(grad, index), spec).clone().to(flat.memory.device, flat.dtypes.grad)
+        own = shard_of_part(flat.part_of(swapped.grad, index), spec).clone().to(flat.memory.device, flat.dtypes.grad)
         own = ShardTensor(own, spec)
-    if hooks:
-        unit.tensor_hooks[name] = hooks
+    if swapped.hooks:
+        unit.tensor_hooks[name] = swapped.hooks
         original._backward_hooks = None  # type: ignore[assignment]
-    if post:
-        unit.post_hooks[name] = post
+    if swapped.post_hooks:
+        unit.post_hooks[name] = swapped.post_hooks
         original._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     original.grad = None
     try:
         torch.utils.swap_tensors(original, sharded)
     except RuntimeError as error:
-        original._backward_hooks, original.grad = hooks, grad
-        if post:
-            original._post_accumulate_grad_hooks = post
+        swapped.put_back()
         raise SetupError(
             f"parameter {name} can't be swapped for its shard: {error}; use ShardConfig(ignore=...)."
         ) from error
@@ -154,4 +150,4 @@ def _swap(original: nn.Parameter, flat: FlatBuffer, index: int, unit: Unit) -> S
             original.grad_dtype = flat.dtypes.grad
         if own is not None:
             original.grad = own
-    return Swapped(original, sharded, hooks, post, grad)
+    return swapped

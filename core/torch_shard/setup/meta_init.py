@@ -8,6 +8,7 @@ again on them, from the same state of the random generators.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -194,7 +195,7 @@ def set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
 
 def _sentinel(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
+        return math.nan
     return False if dtype is torch.bool else torch.iinfo(dtype).min
 
 
@@ -216,6 +217,5 @@ def _mark_shards(flat: FlatBuffer) -> None:
 def _is_marked(local: torch.Tensor) -> bool:
     if not local.numel() or local.dtype is torch.bool:
         return False
-    if local.is_floating_point() or local.is_complex():
-        return bool(local[0].isnan())
-    return bool(local[0] == torch.iinfo(local.dtype).min)
+    first, sentinel = local[0], _sentinel(local.dtype)
+    return bool(first.isnan() if math.isnan(sentinel) else first == sentinel)

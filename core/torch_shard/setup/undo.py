@@ -42,10 +42,16 @@ class Swapped:
 
     param: Any
     before: Any
-    hooks: Any = None
-    post_hooks: Any = None
-    grad: torch.Tensor | None = None
+    hooks: Any
+    post_hooks: Any
+    grad: torch.Tensor | None
     freed: bool = False
+
+    @classmethod
+    def about_to(cls, param: Any, other: Any) -> Swapped:
+        """Note what `param` has now, before its content is swapped with that of `other`."""
+        post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+        return cls(param, other, param._backward_hooks, post_hooks, param.grad)
 
     def free(self) -> None:
         """Free the memory of the values, which are in the shards."""
@@ -66,6 +72,10 @@ class Swapped:
                 set_own_grad(self.param, None)
             self.param._backward_hooks = None  # the engine's, which would stay with the object
             torch.utils.swap_tensors(self.param, self.before)
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Give the parameter, whose content is not swapped, its former hooks and gradient."""
         self.param._backward_hooks = self.hooks
         if self.post_hooks is not None:
             self.param._post_accumulate_grad_hooks = self.post_hooks
