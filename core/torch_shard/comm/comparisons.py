@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -94,7 +93,7 @@ class Comparisons:
             flags: the part of `message` that belongs to this module.
             what: the operation, for messages.
             purpose: what this rank comes for.
-            alone_after: seconds after which a rank that reads does not wait for a partner that computes.
+            alone_after: seconds after which a rank that :attr:`Purpose.READS` does not wait for a partner that computes.
 
         Returns:
             False if this rank has left before the others came, and reads alone.
@@ -104,7 +103,7 @@ class Comparisons:
             if purpose is Purpose.READS and not self._left.done():
                 return False
             # A partner may never come to what this rank has left, since its script has ended, for example.
-            if purpose is Purpose.RECORDS and not self._come(self._left, alone_after, watchdog.timeout):
+            if purpose is Purpose.RECORDS and not self._come(self._left, purpose, alone_after, watchdog.timeout):
                 return False
             self._end_left(what)
         if self._error is not None and reads:
@@ -116,7 +115,7 @@ class Comparisons:
                 raise
             self._error = error  # this rank has destroyed the process groups: nobody can be met any more
             return False
-        if not reads or self.service is None or self._come(pending, alone_after, watchdog.timeout):
+        if not reads or self.service is None or self._come(pending, purpose, alone_after, watchdog.timeout):
             pending.wait()
             return True
         if self._error is None:
@@ -219,7 +218,7 @@ class Comparisons:
                     place = found["place"]
                     time.sleep(_LOOK)
 
-    def _come(self, pending: Pending, alone_after: float, seconds: float) -> bool:
+    def _come(self, pending: Pending, purpose: Purpose, alone_after: float, seconds: float) -> bool:
         """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone.
 
         Return True after so many seconds, too: the wait that follows explains who has not come.
@@ -236,8 +235,8 @@ class Comparisons:
             except (MissingRankError, RuntimeError) as error:  # a partner has destroyed its process groups, or is gone
                 self._error = error
             pause = _LOOK
-            sure = alone_after == math.inf
-            late = time.monotonic() > begin + alone_after or self._error is not None
+            sure = purpose is Purpose.RECORDS
+            late = (not sure and time.monotonic() > begin + alone_after) or self._error is not None
             for rank in list(missing):
                 place = places.get(rank, "")
                 # It does not come, either, while it waits for a change that this rank makes only behind this read.

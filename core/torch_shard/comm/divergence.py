@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -79,7 +78,7 @@ class OperationSequence:
         """
         if self.collectives.world == 1:
             return payload
-        message = self._compare(_Meeting(self, what, payload, self.hash, Purpose.WORKS, 0.0))
+        message = self._compare(_Meeting(self, what, payload, self.hash))
         assert message is not None
         return self._answer(message, payload)
 
@@ -87,7 +86,8 @@ class OperationSequence:
         self,
         what: str,
         notes: Sequence[tuple[int, str]],
-        alone_after: float | None,
+        purpose: Purpose,
+        alone_after: float,
         payload: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Note operations that only read the model, and compare the ranks' sequences. Collective, unless it returns None.
@@ -95,8 +95,8 @@ class OperationSequence:
         Args:
             what: the name of the comparison, for messages.
             notes: the operations, as for :meth:`note`.
-            alone_after: seconds after which this rank does not wait for a partner that computes; infinite if it reads alone only
-                where others surely do something else; None for an error in place of a read alone.
+            purpose: what this rank comes for; :attr:`.Purpose.WORKS` if it may not read alone.
+            alone_after: see :meth:`.Comparisons.all_reduce`.
             payload: as for :meth:`check`.
 
         Returns:
@@ -104,15 +104,12 @@ class OperationSequence:
             then.
 
         Raises:
-            DivergenceError: the sequences differ, and `alone_after` is None.
+            DivergenceError: the sequences differ, and this rank may not read alone.
         """
         kept = self.hash, len(self.history)
         for code, text in notes:
             self.note(code, text)
-        purpose = (
-            Purpose.WORKS if alone_after is None else Purpose.RECORDS if alone_after == math.inf else Purpose.READS
-        )
-        message = self._compare(_Meeting(self, what, payload, kept[0], purpose, alone_after or 0.0))
+        message = self._compare(_Meeting(self, what, payload, kept[0], purpose, alone_after))
         if message is None:
             self.hash = kept[0]
             del self.history[kept[1] :]
@@ -133,7 +130,7 @@ class OperationSequence:
         """
         comparisons = self._comparisons
         comparisons.finish()
-        meeting = _Meeting(self, what, payload, self.hash, Purpose.WORKS, 0.0)
+        meeting = _Meeting(self, what, payload, self.hash)
         meeting.line = caller_line()
         if payload is not None:
             self.hash, self.history = 0, []
@@ -285,10 +282,10 @@ class _Meeting:
         what: str,
         payload: torch.Tensor | None,
         before: int,
-        purpose: Purpose,
-        alone_after: float,
+        purpose: Purpose = Purpose.WORKS,
+        alone_after: float = 0.0,
     ) -> None:
-        """Take the present state of `sequence`; `before` is its hash before the operation. The rest: see ``meet``."""
+        """Take the present state of `sequence`; `before` is its hash before the operation. The others are those of ``meet``."""
         self.what, self.purpose, self.alone_after = what, purpose, alone_after
         self.history, self.noted = sequence.history, len(sequence.history)
         self.line = ""  # of the user's code, where that goes on meanwhile

@@ -9,12 +9,12 @@ the sequence of operations, the states of units.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from ..comm.comparisons import Purpose
 from ..comm.work import caller_line
 from ..errors import DivergenceError, UnitStateError
 from ..log import ANY_RANK, logger
@@ -81,23 +81,24 @@ class LoneReads:
             for code, text in notes:
                 runtime.operations.note(code, text)
             return payload if payload is not None else torch.empty(0, device="cpu")
-        alone_after = self._alone_after if alone else None
-        if sure and alone_after is not None:
-            alone_after = math.inf
+        purpose = Purpose.WORKS
+        if alone and self._may_begin:
+            purpose = Purpose.RECORDS if sure else Purpose.READS
         # One rank may come from before a step to the same read to which another comes from behind it.
-        found = runtime.operations.meet(what, [*notes, runtime.versions.note()], alone_after, payload)
+        notes = [*notes, runtime.versions.note()]
+        found = runtime.operations.meet(what, notes, purpose, runtime.config.alone_after, payload)
         if found is None:
             self._begin(what)
         return found
 
     @property
-    def _alone_after(self) -> float | None:
+    def _may_begin(self) -> bool:
+        """True if this rank may read alone now."""
         runtime = self._runtime
         if runtime.config.alone == "error" or runtime.collectives.service is None or runtime.solo:
-            return None
-        if any(unit.distributed for unit in runtime.units) or runtime.versions.changing:
-            return None  # the modules themselves compute together; within a step no version can be read
-        return runtime.config.alone_after
+            return False
+        # Modules with DTensors compute together themselves, and within a step no version can be read.
+        return not (any(unit.distributed for unit in runtime.units) or runtime.versions.changing)
 
     # -- a lone read --------------------------------------------------------------------------------------------
     def _begin(self, what: str) -> None:
@@ -194,7 +195,7 @@ class LoneReads:
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[Reading | None]:
         """Return a context in which this rank reads alone, whatever the others do; None where it may not, or there are none."""
-        if self._alone_after is None:
+        if not self._may_begin:
             yield None
             return
         with self.until_end():
