@@ -13,15 +13,16 @@ from torch import nn
 
 from tests.compat.harness import MLP, train_both
 from tests.support.ranks import ranks
-from torch_shard import shard
+from torch_shard import ShardConfig, shard
 from torch_shard.comm import process_group_ops
 from torch_shard.comm.communicators import connect
+from torch_shard.comm.mesh import Mesh
 from torch_shard.errors import ConfigError, SetupError
 from torch_shard.layout.rank_topology import Topology
 
 
 def _connect(group):
-    return connect(group, torch.device("cpu"), Topology.sharded(2), timeout=30.0, single_communicator=False)
+    return connect(Mesh(group, torch.device("cpu"), Topology.sharded(2)), ShardConfig(timeout=30.0))
 
 
 @ranks(2, timeout=30, group_timeout=100.0)

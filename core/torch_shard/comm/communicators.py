@@ -5,64 +5,46 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..layout.rank_topology import Topology
+from ..config.shard_config import ShardConfig
 from ..log import logger
 from .collectives import Collectives
+from .mesh import Mesh
 from .process_groups import ProcessGroups, backend_of, groups_for
 from .registered_memory import RegisteredMemory, check_registers
 from .small_collectives import ScalarComm
 from .streams import orders_streams
 from .watchdog import Watchdog, blocking
-from .work import Channel, raise_if_lost
+from .work import Channel
 
 __all__ = ["connect"]
 
 
-def connect(
-    group: Any,
-    device: torch.device,
-    topology: Topology,
-    *,
-    timeout: float,
-    single_communicator: bool,
-    secondary_size: int | None = None,
-    registered_memory: bool = False,
-) -> Collectives:
-    """Make the collectives of an engine over `group`. Collective over `group`.
+def connect(mesh: Mesh, config: ShardConfig) -> Collectives:
+    """Make the collectives of an engine over the ranks of `mesh`. Collective over them.
 
     If the ranks' topologies differ, no process group is made for a topology. The result then serves only for the vote by
     which set-up reports the difference (:func:`torch_shard.setup.checks.agree`).
 
-    Args:
-        group: the process group over the engine's ranks; None for one rank alone without any process group.
-        device: the device of this rank.
-        topology: the division of the ranks into shard groups and replica groups.
-        timeout: seconds that a rank waits for the others.
-        single_communicator: True if gathers and reductions share a communicator.
-        secondary_size: the number of ranks among which a unit is sharded between forward and backward (secondary shards), if any.
-        registered_memory: True if gathers and reductions take their memory from a pool that NCCL has registered.
-
     Raises:
         ConfigError: the ranks differ in `single_communicator`, or the backend registers no memory.
     """
+    group, device, topology = mesh.group, mesh.device, mesh.topology
     if group is None or dist.get_world_size(group) == 1:
-        watchdog = Watchdog(0, [0], timeout, "")
+        watchdog = Watchdog(0, [0], config.timeout, "")
         alone = ScalarComm(watchdog)
         return Collectives(device, watchdog, topology, alone, alone, alone, alone)
     backend = backend_of(group, device.type)
-    if registered_memory:
+    if config.registered_memory:
         check_registers(backend, device)
-    if orders_streams(backend):
-        single_communicator = single_communicator or _has_one_queue()
-    groups, agreed = groups_for(group, single_communicator, timeout, f"{topology} {secondary_size}")
+    single_communicator = config.single_communicator or (orders_streams(backend) and _has_one_queue())
+    groups, agreed = groups_for(group, single_communicator, config.timeout, f"{topology} {mesh.secondary_size}")
     groups.forget_ended()
     rank = dist.get_rank(group)
-    watchdog = Watchdog(rank, groups.ranks, timeout, groups.key)
+    watchdog = Watchdog(rank, groups.ranks, config.timeout, groups.key)
     watchdog.on_streams = orders_streams(backend)
     logger.debug("collectives over ranks %s, backend %s", groups.ranks, backend)
     # An NCCL communicator serialises its collectives even on different streams. Gathers and reductions therefore have one
@@ -86,10 +68,10 @@ def connect(
         c.gather_stream, c.reduce_stream, c.replica_stream = groups.streams_on(device)
         c.released = groups.released
     if agreed:  # making groups under different topologies would deadlock
-        _divide(c, groups, own, scalars, secondary_size)
+        _divide(c, groups, own, scalars, mesh.secondary_size)
         if watchdog.on_streams:
             _begin_all(c, groups)
-        if registered_memory:
+        if config.registered_memory:
             c.memory = groups.memory.setdefault(device, RegisteredMemory(device))
             c.memory.register(ch for ch in watchdog.channels.values() if ch.purpose in ("all-gather", "reduce"))
     return c
@@ -126,13 +108,8 @@ def _begin_all(c: Collectives, groups: ProcessGroups) -> None:
     blocking(watchdog, "message", what, dist.all_reduce, torch.zeros(1, device="cpu"))
     for channel in fresh.values():
         if channel.purpose != "control":
-            nothing = torch.zeros(1, device=c.device)
-            # Hazard: its memory goes back to the current stream, which has to wait for the collective.
-            try:
-                dist.all_reduce(nothing, group=channel.group, async_op=True).wait()
-            except dist.DistBackendError as error:
-                raise_if_lost(watchdog, channel, what, error)
-                raise
+            # Hazard: the tensor's memory goes back to the current stream, which has to wait for the collective.
+            blocking(watchdog, channel.name, what, dist.all_reduce, torch.zeros(1, device=c.device), ordered=True)
     groups.begun.update(watchdog.channels)
 
 

@@ -81,17 +81,7 @@ def _plan(model: nn.Module, config: ShardConfig, mesh: Any) -> Setup:
     """Connect the ranks, plan the units, and check that the model can be sharded. Collective."""
     if not isinstance(model, nn.Module):
         raise SetupError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    where = resolve_mesh(mesh, model, config)
-    c = connect(
-        where.group,
-        where.device,
-        where.topology,
-        timeout=config.timeout,
-        single_communicator=config.single_communicator,
-        secondary_size=where.secondary_size,
-        registered_memory=config.registered_memory,
-    )
-    setup = Setup(model, config, c)
+    setup = Setup(model, config, connect(resolve_mesh(mesh, model, config), config))
     setup.attempt(_plan_units, setup)
     return setup
 
