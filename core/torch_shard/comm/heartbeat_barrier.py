@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import MissingRankError
-from .store_messages import Messages
+from .store_messages import Messages, longest_pause
 
 __all__ = ["HeartbeatBarrier"]
 
@@ -89,8 +89,6 @@ class HeartbeatBarrier:
         missing, messages = set(ranks), Messages(self._store, f"{self._key}/{what}")
         beats: dict[int, int] = {}
         began = looked = heard = time.monotonic()
-        # One process serves the store to all ranks: with more ranks, each asks it less often.
-        slowest = max(0.01, 0.0002 * self.world)
         while True:
             if messages.changed():
                 missing -= messages.writers()
@@ -109,7 +107,7 @@ class HeartbeatBarrier:
                     f"heard for {self.timeout:.0f} s (ShardConfig.timeout): it has failed, or its process is gone."
                 )
             # The pause grows with the wait, so that at most a twentieth of the wait is lost.
-            time.sleep(min(max(0.0005, (now - began) / 20), slowest))
+            time.sleep(min(max(0.0005, (now - began) / 20), longest_pause(self.world)))
 
     def forget(self, *others: str) -> None:
         """Delete this rank's messages, which all other ranks must have read, and the messages `others` of all ranks."""

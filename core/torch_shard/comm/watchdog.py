@@ -111,10 +111,9 @@ class Watchdog:
     def troubles(self) -> str:
         """Return what other ranks have told, as sentences behind a space. Not collective."""
         try:
-            found = Messages(default_store(), self.key).read()
+            posts = self._posts_in(Messages(default_store(), self.key))
         except (RuntimeError, ValueError):  # the rank that serves the store is gone, or the process group
             return ""
-        posts = {rank: json.loads(text) for rank, text in sorted(found.items()) if text and rank != self.rank}
         return "".join(f" Rank {rank} {post[2]} at {post[3]}." for rank, post in posts.items() if not post[0])
 
     def _post(self, channel: Channel, number: int, what: str) -> None:
@@ -135,9 +134,12 @@ class Watchdog:
         """Return what the other ranks wait in, by rank; None if no rank has posted since the last call."""
         with contextlib.suppress(RuntimeError):
             if self._posts is not None and self._posts.changed():
-                found = self._posts.read()
-                return {rank: json.loads(text) for rank, text in found.items() if text and rank != self.rank}
+                return self._posts_in(self._posts)
         return None
+
+    def _posts_in(self, messages: Messages) -> dict[int, Any]:
+        """Return what the other ranks have posted and not withdrawn, by rank."""
+        return {rank: json.loads(text) for rank, text in messages.read().items() if text and rank != self.rank}
 
     def wait(self, pending: Pending) -> None:
         """Wait for a collective that has not ended within the first tick, or that has failed.

@@ -124,9 +124,6 @@ class Service:
     def leave(self) -> list[ShardSource]:
         """Note that the rank's script does not come to another collective; return the models that are served."""
         self._ended.set()
-        return self._living()
-
-    def _living(self) -> list[ShardSource]:
         return [source for key in list(self._sources) if (source := self._source(key)) is not None]
 
     def _source(self, key: str) -> ShardSource | None:
@@ -156,9 +153,10 @@ class Service:
     ) -> None:
         kind = request["ask"]
         if kind == "whereabouts":
-            about = [request[name] for name in ("comparison", "insist", "sure", "place")]
-            about.append(self._waits_for(partner, request["issued"]))
-            state, place = self._whereabouts(*about)
+            for_it = self._waits_for(partner, request["issued"])
+            state, place = self._whereabouts(
+                request["comparison"], request["insist"], request["sure"], request["place"], for_it
+            )
             wire.send(link, {"state": state, "place": place})
         elif kind == "admit":
             with self._offered:  # this rank may still be in the shard() from which the partner has returned
@@ -194,8 +192,7 @@ class Service:
                 leaving.versions.dismiss(leaving)
         elif kind == "presence":
             line = caller_line(frames_of_threads().get(self._main))
-            left = self._ended.is_set()
-            known = {"issued": self.issued, "reads": self.reads, "left": left}
+            known = {"issued": self.issued, "reads": self.reads, "left": self._ended.is_set()}
             wire.send(link, {**known, "place": self._waits_in(), "line": line})
         elif kind == "farewell":
             with self._farewell:
