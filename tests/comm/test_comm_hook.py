@@ -17,6 +17,7 @@ from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, DivergenceError, ShardError, UnitStateError
+from torch_shard.frontend import compress_gradients
 
 SHARDED = ["full_shard", *exhaustive("shard_grad_op", "shard_optim")]
 
@@ -94,6 +95,22 @@ def test_compression_that_replaces_what_it_is_given(strategy, dtype, rank, world
         torch.testing.assert_close(p.grad.full_tensor(), expected.float(), rtol=2**-7, atol=1e-3, msg=name)
     flats = [flat for unit in engine.units for flat in unit.flats]
     assert sorted(n for n, _ in hook.sizes) == sorted(flat.layout.numel for flat in flats)
+
+
+@ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"strategy": "no_shard"}, {"strategy": "hybrid_shard", "shard_size": 1}])
+def test_compression_by_a_front_end(settings, rank, world_size):
+    torch.manual_seed(0)
+    model = MLP()
+    plain = copy.deepcopy(model)
+    engine = torch_shard.shard(model, **settings)
+    compress_gradients(engine, torch.bfloat16)
+    for m in (model, plain):
+        loss_of(m(batch(rank, 0).float())).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        expected = (q.grad / world_size).to(torch.bfloat16)
+        dist.all_reduce(expected)
+        torch.testing.assert_close(p.grad.full_tensor(), expected.float(), rtol=2**-7, atol=1e-3, msg=name)
 
 
 class PowerSGD:

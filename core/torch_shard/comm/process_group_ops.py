@@ -40,8 +40,8 @@ __all__ = [
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
 _NEW = at_least("2.13")
-all_gather_single = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor", None)
-reduce_scatter_single = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor", None)
+all_gather_single: Any = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor", None)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single" if _NEW else "reduce_scatter_tensor", None)
 
 _ALL_GATHER = "all_gather_single" if _NEW else "_allgather_base"
 _ALL_GATHER_COALESCED = "all_gather_single_coalesced" if _NEW else "allgather_into_tensor_coalesced"

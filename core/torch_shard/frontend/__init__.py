@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import broadcast_buffers, compressed_reduction, consensus
+from ..comm import broadcast_buffers, consensus
+from ..comm.compressed_reduction import compressed
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..config.precision import for_autocast, precision_of
@@ -189,12 +190,10 @@ def compress_gradients(engine: Engine, dtype: torch.dtype) -> None:
     """Register a communication hook that sends gradients in `dtype`, a float of 16 bits. Collective with several ranks.
 
     Raises:
-        UnavailableError: this build of torch can't do it.
         ConfigError, UnitStateError: as :meth:`Engine.register_comm_hook`.
     """
     if engine.world_size > 1:
-        hook = compressed_reduction.hook_for(engine.config.strategy == "no_shard")
-        engine.register_comm_hook((engine.shard_group, dtype), hook)
+        engine.register_comm_hook((engine.shard_group, dtype), compressed)
 
 
 def word_remedies(engine: Engine, handle: str, saving: str) -> None:
