@@ -224,7 +224,7 @@ def default_group() -> Any:
 
 def ranks_of(group: Any = None) -> list[int]:
     """Return the global ranks of a process group, the default one by default; ``[0]`` where none is initialised."""
-    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+    return dist.get_process_group_ranks(group) if dist.is_available() and dist.is_initialized() else [0]
 
 
 def backend_of(group: Any, device_type: str) -> str:
