@@ -141,9 +141,13 @@ def is_declared(cls: type) -> bool:
 
 
 def kind_of_step(cls: type, function: Any) -> Kind | None:
-    """Return the kind of `function`, a ``step`` of torch's that `cls` has inherited or calls by ``super().step()``, or None."""
-    if function is None:
-        return None
+    """Return the kind of `cls`; if it has none, that of `function`, a ``step`` of torch's that it inherits or calls.
+
+    The result is None if neither has a kind.
+    """
+    own = kind_of(cls)
+    if own is not None or function is None:
+        return own
     plain = inspect.unwrap(function)
     for base in cls.__mro__:
         if is_torchs(base) and kind_of(base) is not None and inspect.unwrap(base.step) is plain:  # type: ignore[attr-defined]

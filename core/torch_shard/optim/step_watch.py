@@ -81,7 +81,7 @@ class StepWatch:
         self._hooks.clear()
 
     # -- around a step ------------------------------------------------------------------------------------------
-    def find(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def find(self, optimizer: Any) -> None:
         """Arrange calls of :meth:`before` and :meth:`after` next to a step that begins."""
         if self._led(optimizer) is None:
             return
@@ -119,7 +119,7 @@ class StepWatch:
                 "was changed."
             )
         check_class(optimizer, runtime.collectives.world_rank)
-        kind = kind_of(type(optimizer)) or kind_of_step(type(optimizer), function)
+        kind = kind_of_step(type(optimizer), function)
         runtimes = runtimes_of(optimizer) or [runtime]
         for held in runtimes:
             held.await_votes()
@@ -331,7 +331,7 @@ def _tell_open_engines(optimizer: Any, args: Any, kwargs: Any) -> None:
     for runtime in list(OPEN):
         watch = runtime.steps()
         if watch is not None:
-            watch.find(optimizer, args, kwargs)
+            watch.find(optimizer)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

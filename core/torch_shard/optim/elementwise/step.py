@@ -265,9 +265,7 @@ class FlatStep(StepBackend):
         if fuse and own.runs.fits_fused:
             options = {**given, "fused": True}
         # The number of groups does not matter to torch's own steps.
-        limit = own.at_once or (0 if options.get("fused") else _LIST)
-        if not self._torchs:
-            limit = 0
+        limit = (own.at_once or (0 if options.get("fused") else _LIST)) if self._torchs else 0
         while limit and len(pieces) > 1 and sum(piece.param.numel() for piece in pieces) > limit:
             count = taken = 0
             while not taken or count + pieces[taken].param.numel() <= limit:

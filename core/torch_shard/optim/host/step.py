@@ -43,17 +43,15 @@ def refuse_offloaded(optimizer: Any, runtimes: list[Runtime], kind: Kind | None)
         ShardError: on all ranks; nothing was changed.
     """
     for runtime in runtimes:
-        if kind == "matrix" and runtime.host is not None and runtime.host.streams.exist:
-            why = "needs full matrices, which it can't have where parameters are in host memory (ShardConfig.offload)"
-        elif (
-            runtime.host is None
-            or runtime.host.disk is None
-            or kind == "elementwise"
-            and steps_on_host(optimizer, runtimes)
-        ):
+        host = runtime.host
+        if host is None or (kind == "elementwise" and steps_on_host(optimizer, runtimes)):
             continue
-        else:
+        if kind == "matrix" and host.streams.exist:
+            why = "needs full matrices, which it can't have where parameters are in host memory (ShardConfig.offload)"
+        elif host.disk is not None:
             why = "would keep its state in memory, and Offload(nvme=...) is to keep it on disk"
+        else:
+            continue
         cls = type(optimizer)
         raise ShardError(
             f"rank {runtime.collectives.world_rank}: {cls.__module__}.{cls.__qualname__} {why}. Use an element-wise class of "

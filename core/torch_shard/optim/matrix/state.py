@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...comm.collective_steps import broadcast
+from ...comm.collective_steps import broadcast, each
 from ...comm.consensus import agree
 from ...errors import ShardError, ShardPicklingError
 from ...layout.dtensor_placement import is_dtensor
@@ -24,7 +24,7 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...unit.unit import unit_of
 from ..engines_of_optimizer import open_runtime_of, params_of, runtimes_of
-from ..registry import has_linear_work, kind_of, kind_of_step
+from ..registry import has_linear_work, kind_of_step
 from ..state_tree import Sent, local, map_tensors, tensors_of
 
 __all__ = [
@@ -73,8 +73,7 @@ class OwnedState(dict[Any, Any]):
 def is_matrix(runtime: Runtime, optimizer: Any) -> bool:
     """Return True if the state of this optimizer belongs to the owners. Not collective."""
     cls = type(optimizer)
-    kind = kind_of(cls) or kind_of_step(cls, getattr(cls, "step", None))
-    return kind == "matrix" or optimizer in runtime.owners
+    return kind_of_step(cls, getattr(cls, "step", None)) == "matrix" or optimizer in runtime.owners
 
 
 def all_gather_bytes(runtime: Runtime, mine: Sequence[int], what: str) -> list[list[int]]:
@@ -307,19 +306,19 @@ def descriptions(runtime: Runtime, state: Mapping[int, Any], count: int, what: s
             source[number] = kinds.index(1)
     if not source:
         return {}
-    mine: dict[int, Any] = {}
-    error: Exception | None = None
-    try:
-        for number, owner in source.items():
-            if owner == c.world_rank:
-                mine[number] = map_tensors(state[number], lambda t: Sent(torch.empty_like(t, device="meta")))
-        pickle.dumps(mine)  # values of the optimizer's own kind are among them
-    except Exception as problem:  # the other ranks must hear of it
-        error = ShardError(
-            f"rank {c.world_rank}: {what}: the optimizer's state has values that can't be sent to other ranks: {problem}"
-        )
-        error.__cause__ = problem
-    agree(runtime, what, None, error)
+
+    def describe() -> dict[int, Any]:
+        own = [number for number, rank in source.items() if rank == c.world_rank]
+        try:
+            mine = {n: map_tensors(state[n], lambda t: Sent(torch.empty_like(t, device="meta"))) for n in own}
+            pickle.dumps(mine)  # values of the optimizer's own kind are among them
+        except Exception as error:
+            raise ShardError(
+                f"rank {c.world_rank}: {what}: the optimizer's state has values that can't be sent to other ranks: {error}"
+            ) from error
+        return mine
+
+    mine = each(runtime, what, describe)
     found: dict[int, tuple[int, Any]] = {}
     for rank in sorted(set(source.values())):
         described: dict[int, Any] = broadcast(runtime, mine, what, rank)
