@@ -115,11 +115,6 @@ def _drop_derived(model: nn.Module) -> None:
 SETUP = "the set-up of a sharded model (shard)"  # the operation, for messages
 
 
-def fail_together(c: Collectives, error: Exception | None) -> None:
-    """Raise on every rank if `error` is given on one: there that error, elsewhere one that names the rank. Collective."""
-    _compare(c, error, 0)
-
-
 def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConfig, error: Exception | None) -> None:
     """Raise on every rank if `error` is given on one, or if models or settings differ between the ranks. Collective.
 
@@ -127,7 +122,7 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConf
     """
     settings = _settings(c, model, config)
     digest = zlib.crc32("\n".join(settings.values()).encode()) ^ (plan.digest() if plan is not None else 0)
-    if _compare(c, error, digest):
+    if fail_together(c, error, digest):
         return
     # The model's own parameters are compared before the plan, in which a difference may show at another parameter.
     lines = dict.fromkeys(plan.lines() if plan is not None else [], "it")
@@ -140,8 +135,12 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConf
                     raise _difference(what, first, rank, other)
 
 
-def _compare(c: Collectives, error: Exception | None, digest: int) -> bool:
-    """Return True if `digest`, of 63 bits, is the same on all ranks. Raise as :func:`fail_together` does. Collective."""
+def fail_together(c: Collectives, error: Exception | None, digest: int = 0) -> bool:
+    """Raise on every rank if `error` is given on one: there that error, elsewhere one that names the rank. Collective.
+
+    Returns:
+        True if `digest`, of 63 bits, is the same on all ranks.
+    """
     if c.world == 1:
         if error is not None:
             raise error
