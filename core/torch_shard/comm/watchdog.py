@@ -148,20 +148,18 @@ class Watchdog:
             DivergenceError: the ranks run different operations, or another rank stopped at an error.
             MissingRankError: the collective failed, or has not ended after ``timeout`` seconds.
         """
-        work = pending.work
-        comparisons = pending.channel.groups.comparisons
+        work, groups = pending.work, pending.channel.groups
+        comparisons, service = groups.comparisons, groups.comparisons.service
         comparisons.finish(only_if_known=True)  # it may say why this collective does not end, or has failed
         pending.channel.check()
         if self.on_streams and ends_within(work, self.first_tick.total_seconds(), pending):
             return
-        groups = pending.channel.groups
         begin = time.monotonic() - FIRST_TICK
         deadline = begin + self.timeout
         warned = self.timeout <= SLOW
         # The watchdog's own post is new to it, too, so that it reads the posts at once.
         self._post(pending.channel, pending.number, pending.what)
         posts: dict[int, Any] = {}
-        service = comparisons.service
         outer = None if service is None else service.collective
         try:
             if service is not None:
@@ -189,7 +187,7 @@ class Watchdog:
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, and rank {past.rank} won't come: it "
                         f"stopped at an error. Restart from a checkpoint, or shard a new model. That error: {past.text}"
                     )
-                if time.monotonic() > max(deadline, groups.comparisons.served() + self.timeout):
+                if time.monotonic() > max(deadline, comparisons.served() + self.timeout):
                     raise MissingRankError(self._explain(pending, posts))
                 if not warned and time.monotonic() > begin + SLOW:
                     warned = True

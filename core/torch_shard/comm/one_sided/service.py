@@ -257,13 +257,8 @@ class Service:
     # -- goodbye ------------------------------------------------------------------------------------------------
     def wait_for_farewells(self, ranks: set[int], seconds: float) -> set[int]:
         """Wait for at most `seconds` until `ranks` have said goodbye; return those that have not."""
-        deadline = time.monotonic() + seconds
         with self._farewell:
-            while not ranks <= self.farewells:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                self._farewell.wait(left)
+            self._farewell.wait_for(lambda: ranks <= self.farewells, seconds)
             return ranks - self.farewells
 
 
