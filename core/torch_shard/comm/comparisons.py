@@ -58,7 +58,7 @@ class Comparisons:
     """The comparisons of all engines over one set of process groups.
 
     Attributes:
-        service: this rank's; None where there is no other rank, or reads alone are switched off.
+        service: the service of this rank; None if there is no other rank.
         partners: the connections to the other ranks' services.
     """
 
@@ -73,7 +73,10 @@ class Comparisons:
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
     def served(self) -> float:
-        """Return when a rank that reads alone was served last, by ``time.monotonic()``; it is worth waiting for."""
+        """Return the time, by ``time.monotonic()``, at which this rank has last served a rank that reads alone.
+
+        Such a rank is worth waiting for: it comes when it has read.
+        """
         return 0.0 if self.service is None else self.service.served
 
     def all_reduce(
@@ -192,10 +195,10 @@ class Comparisons:
             self._error = error
 
     def settle(self, seconds: float) -> None:
-        """Wait for ranks that may still come to a read which this rank has left because they were late, for so many seconds.
+        """Wait for at most `seconds` for late ranks that may still come to a read which this rank has made alone.
 
-        Call before this rank changes the model: else those ranks would find another version. Not collective, but it ends
-        what :meth:`begin` has begun.
+        It is called before this rank changes the model, because those ranks would find another version afterwards. Not
+        collective, but it ends what :meth:`begin` has begun.
         """
         self.finish()
         owed, self._owed = self._owed, 0
@@ -221,7 +224,7 @@ class Comparisons:
     def _come(self, pending: Pending, purpose: Purpose, alone_after: float, seconds: float) -> bool:
         """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone.
 
-        Return True after so many seconds, too: the wait that follows explains who has not come.
+        Return True after `seconds`, too, because the wait that follows explains who has not come.
         """
         begin, pause = time.monotonic(), _SOON
         assert self.partners is not None

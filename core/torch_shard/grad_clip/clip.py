@@ -41,7 +41,7 @@ class _Gradients:
             parameters: the parameters whose gradients count, also of other engines' models. None for all that are sharded, and
                 the `ignored` ones.
             ignored: the model's parameters that are not sharded.
-            padding: zeros between the shards make no difference.
+            padding: True if zeros between the shards make no difference.
         """
         # By the id of a communicator, which all ranks add in one order: the communicator, with its engine's collectives, and the
         # shards.
@@ -80,12 +80,15 @@ class _Gradients:
         return [s for _, shards in self.shards.values() for s in shards if s is not None] + self.plain
 
     def on_its_way(self, tensor: torch.Tensor) -> HostGradients | None:
-        """Return what takes `tensor` to host memory, where it may not have arrived yet; None for others."""
+        """Return the object that copies `tensor` to host memory, perhaps still; None for a tensor that is not offloaded."""
         flat = self._flats.get(id(tensor))
         return None if flat is None else flat.gradients.host
 
     def norms(self, tensor: torch.Tensor, p: float) -> list[torch.Tensor] | None:
-        """Return the norms of the tensor's pieces that were taken on the way; None if `tensor` may be read."""
+        """Return the norms of the tensor's pieces if they were taken while it was copied to host memory.
+
+        Otherwise return None, once `tensor` may be read.
+        """
         host = self.on_its_way(tensor)
         if host is None:
             return None

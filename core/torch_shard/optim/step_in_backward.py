@@ -67,13 +67,13 @@ class InBackward:
         if steps_on_host(optimizer, [runtime]):
             self._host = HostUnits(optimizer)
             self._host.function = self._function
-        # The buffer that was stepped after each in the latest backward.
+        # For each buffer, the buffer that was stepped after it in the latest backward.
         self._followed: dict[FlatBuffer, FlatBuffer] = {}
         self._latest: FlatBuffer | None = None
         self._steps = {flat: FlatStep(optimizer, runtime, flat) for flat in runtime.flats}
         self._stepped: set[FlatBuffer] = set()  # the buffers that were stepped in this backward
         self._classes: dict[type, type] = {}  # of proxies
-        # The options of the groups as the latest backward has found them; empty after a step of the user's.
+        # The options of the groups as the latest backward has found them; empty after the user has called ``step()``.
         self._options: list[Options] = []
         # The following are kept by index of the unit.
         # The forwards that backward has not come back to.

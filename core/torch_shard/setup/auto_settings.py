@@ -1,6 +1,6 @@
-"""``strategy="auto"``: rank 0 has the script planned that this program is, and all ranks take what it finds.
+"""``strategy="auto"``: rank 0 plans the script that this program runs, and all ranks take the settings that the plan finds.
 
-It is planned in a process of its own, by ``torch-shard plan``: that runs the script anew up to its first step, without a device.
+The plan is made by ``torch-shard plan`` in another process, which runs the script up to its first step, without a device.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Chosen:
     """The settings that fit and are the fastest.
 
     Attributes:
-        config: all but those of layers.
-        layers: which layers are to recompute; True: all that repeat.
-        offloaded: their inputs are to wait in host memory.
-        smaller: in words, the fastest of the other settings that take less memory.
+        config: the engine's settings.
+        layers: the layers whose activations are to be recomputed; True for all layers that repeat.
+        offloaded: True if the inputs of these layers are to wait in host memory.
+        smaller: descriptions of the fastest other settings that take less memory.
     """
 
     config: ShardConfig
@@ -63,12 +63,12 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
 
     Args:
         model, config, mesh: those of ``shard()``. The ranks must be all of them.
-        recomputes: layers of the model recompute already.
+        recomputes: True if layers of the model recompute activations already.
 
     Raises (on all ranks):
         BudgetError: nothing fits.
         ConfigError: this program can't be planned: it is no script, or shards over a part of the ranks.
-        TraceError: the script can't be planned, see there.
+        TraceError: the script can't be traced.
     """
     if not any(p.requires_grad for p in model.parameters()):
         return Chosen(dataclasses.replace(config, strategy="full_shard", memory=None))
@@ -146,7 +146,7 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
 
 
 def _run(command: list[str]) -> tuple[int, str, str]:
-    """Run a command; return its exit code, and what it has written to both of its streams."""
+    """Run a command; return its exit code, its output and its error output."""
     pipe = subprocess.PIPE
     # In a session of its own, so that the copies in which the script runs end with it.
     with subprocess.Popen(

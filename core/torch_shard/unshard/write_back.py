@@ -43,11 +43,11 @@ class GatheredUnit:
     Attributes:
         unit: the gathered unit.
         request: the call's arguments.
-        in_place: the unit's own full buffers and unsharded parameters serve; otherwise copies do.
-        here: this rank gets the values.
-        shared: the enclosing ``gathered`` has the values already.
-        overlay: copies of the enclosing call's values, which all ranks have, take the place of these for a while.
-        keep: a running backward needs the unit afterwards.
+        in_place: True if the unit's own full buffers and unsharded parameters are used, False for copies.
+        here: True if this rank gets the values.
+        shared: True if the enclosing ``gathered`` has the values already.
+        overlay: True if the enclosing ``gathered`` gives all ranks the values, and copies of these take their place meanwhile.
+        keep: True if a running backward needs the unit afterwards.
         unsharded_params: the parameters in the modules, by flat buffer.
         buffers: the memory of these, by flat buffer.
         covered: each ``flat.unsharded_params`` from before.
@@ -77,7 +77,7 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
     Args:
         runtime: the engine's runtime.
         entered: the units inside this ``gathered``.
-        failed: an exception is on its way out of the ``gathered``.
+        failed: True if the body of the ``gathered`` has raised an exception.
 
     Raises:
         ShardError: a value can't be written back, on this rank or another one.

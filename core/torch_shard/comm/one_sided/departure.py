@@ -1,8 +1,8 @@
 """The end of a rank's process: it serves on until all ranks have come to the end, since another one may still read its shards.
 
 Rank 0 collects the goodbyes, and answers when all have come, so that a rank makes one connection however many ranks there are.
-A rank whose process is gone counts as gone, and a rank that ends by an exception does not wait for anybody. Nor does one for
-whose part in a collective another rank waits: it will never come there, and when its process is gone that rank hears of it.
+A rank whose process is gone counts as gone, and a rank that ends by an exception does not wait for anybody. A rank does not wait
+either if another one waits for it in a collective: it will never come there, and that rank hears of it when its process is gone.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Edits:
         return (self.base + sum(parts)) & _MASK
 
     def begin(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Keep the shards of parameters, by name, which are about to be edited."""
+        """Keep copies of the shards, by name, of parameters that are about to be edited."""
         for name, shard in shards.items():
             if name not in self.before:
                 self.before[name] = shard.detach().clone()
@@ -87,11 +87,11 @@ class Edits:
         return found
 
     def touch(self, name: str) -> None:
-        """Note that the running change is one of other kind, of the parameter `name` among others."""
+        """Note that the running change, which is of another kind, changes the parameter `name`, too."""
         self.base = (self.base * 0x9E3779B97F4A7C15 + zlib.crc32(name.encode())) & _MASK
 
     def close(self) -> None:
-        """Begin anew behind a change of another kind."""
+        """Begin anew after a change of another kind."""
         self.base = self.digest
         self.before, self._numbers, self._sources, self._latest = {}, {}, {}, []
 

@@ -42,11 +42,11 @@ _WAITS = (
 
 @dataclass(eq=False)
 class _Admitted:
-    """A partner's read of one version of a model, which waits no more.
+    """A partner's read that was admitted to one version of a model.
 
     Attributes:
-        model: the model's key.
-        versions: those of the model, which has gone if another one has this key now.
+        model: the key of the model.
+        versions: the versions of the model. If another model has the key now, its versions are others.
         before: see :class:`.Admission`.
     """
 
@@ -62,7 +62,7 @@ class Service:
         address: where the service listens.
         lock: protects :attr:`issued` and :attr:`promised`.
         issued: the number of comparisons that this rank has issued.
-        joined: the number of the latest one to which all ranks must come before this rank changes parameters.
+        joined: the number of the latest comparison to which all ranks must come before this rank changes parameters.
         reads: this rank has come to its latest comparison to read, and may read the same version once more.
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
         served: when a partner was served last, by ``time.monotonic()``.
@@ -111,7 +111,7 @@ class Service:
             self._left[key] = source
 
     def met(self) -> None:
-        """Note that all ranks have come to a collective: they have dropped what this rank has dropped before it."""
+        """Note that all ranks have come to a collective, so that nobody reads a model that this rank has dropped before."""
         self._left.clear()
         for key, ref in list(self._sources.items()):
             source = ref()

@@ -52,15 +52,15 @@ class Versions:
     Attributes:
         restarts: how often changes were counted anew, see :meth:`restart`.
         finished: how many changes have ended since then.
-        edits: those since the latest of these.
-        tracks_edits: one rank alone may make edits; else they are changes like all others.
-        changed: whether there was any since the shards exist.
+        edits: the edits since the latest of these changes.
+        tracks_edits: True if one rank alone may make edits; otherwise edits are changes like all others.
+        changed: True if there was any change since the shards exist.
         line: the line of user code that has made the latest change, or makes one now.
         event: recorded on the stream of the latest change, for streams that read; None before it, and on the CPU.
     """
 
     def __init__(self, device: torch.device, rank: int, seconds: float, tracks_edits: bool) -> None:
-        """`rank`: this rank, for messages; `seconds`: how long a change waits for readers."""
+        """Begin with the first version. `rank` is this rank, for messages; a change waits for readers for at most `seconds`."""
         self._rank, self._seconds = rank, seconds
         self._streams = streams_of(device)
         self.event: Any = None
@@ -79,7 +79,7 @@ class Versions:
 
     @property
     def present(self) -> tuple[int, int, int]:
-        """What no other version of this rank's shards has had, beside edits whose values are known."""
+        """A value that differs between any two versions of this rank's shards, except for edits whose values are known."""
         return self.restarts, self.finished, self.edits.base
 
     @property
@@ -194,7 +194,7 @@ class Versions:
             reader: any object.
             count, digest: the version: :attr:`restarts` and :attr:`finished`, and :attr:`.Edits.digest` or :attr:`.Edits.base`.
             seconds: the longest time to wait.
-            waits_for_it: whether this rank now waits for the reader's rank, so that it makes no more changes until then.
+            waits_for_it: returns True if this rank now waits for the reader's rank, so that it can't reach the version first.
         """
         deadline, edits = time.monotonic() + seconds, self.edits
         with self._state:

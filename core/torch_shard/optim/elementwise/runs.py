@@ -34,7 +34,8 @@ from .step_counters import Counters
 
 __all__ = ["Runs"]
 
-_NONE, _REDUCED, _OTHER = 0, 1, 2  # a parameter's gradient: none; a part of its unit's reduced gradient; the user's own
+# The kinds of a parameter's gradient: there is none, it is a part of its unit's reduced gradient, or the user has made it.
+_NONE, _REDUCED, _OTHER = 0, 1, 2
 _flat, _spec, _local = map(operator.attrgetter, (f"{STATE}.flat", f"{STATE}.spec", f"{STATE}.local"))
 
 
@@ -195,7 +196,7 @@ class Runs:
         self._present = [self.params[i] for i in present]
         self._present_specs = [self.specs[i] for i in present]
         self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
-        first_of: dict[int, int] = {}  # the same by shard
+        first_of: dict[int, int] = {}  # by shard, the position of its first present parameter
         self._firsts = [first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
         self._find_gradients({i: n for n, i in enumerate(present)}, first_of)
         self._keep(state)

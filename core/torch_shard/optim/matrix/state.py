@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 _SMALL = 4 << 20  # bytes of parameters; smaller units are exchanged together, because each message costs time
-_NONE, _FULL, _SHARDS, _CUT = 0, 1, 2, 3  # what a rank has of a parameter's state
+# The kinds of a parameter's state on a rank: there is none, it is full, it is sharded, or it holds DTensors that are cut.
+_NONE, _FULL, _SHARDS, _CUT = 0, 1, 2, 3
 
 
 class OwnedState(dict[Any, Any]):
@@ -120,7 +121,7 @@ def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor])
 def owned_elsewhere(
     runtime: Runtime, optimizer: Any, names: Mapping[int, str], state: Mapping[str, Any]
 ) -> dict[int, bool]:
-    """Return a dict from the id of each parameter whose full state lies at an owner to True if another rank owns it.
+    """Return for each parameter whose full state lies at an owner, by its id, whether another rank is that owner.
 
     Parameters without an owner get one.
 

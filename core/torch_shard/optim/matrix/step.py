@@ -54,7 +54,7 @@ class MatrixStep(StepBackend):
         self._passed = False  # True when a loop over the groups has come to its end
         self._left_at: int | None = None  # the number of the group in which the loop was left
         self._answers: list[tuple[int, torch.Tensor]] = []  # rank, and whether it has left its loop
-        # The same of whole steps, on their way to the host: the ranks, what they say, and the event behind the copy.
+        # The answers of whole steps, which are being copied to the host: the ranks, their answers, and the event after the copy.
         self._arriving: deque[tuple[list[int], torch.Tensor, Any]] = deque()
         self._clear: Callable[[], None] | None = None  # the call of `zero_grad` that follows the step
         self.state = OwnerState({})
