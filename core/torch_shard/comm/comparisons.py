@@ -227,7 +227,7 @@ class Comparisons:
         Return True after `seconds`, too, because the wait that follows explains who has not come.
         """
         begin, pause = time.monotonic(), _SOON
-        assert self.partners is not None
+        assert self.partners is not None and self.service is not None
         missing = [rank for rank in range(len(self.partners)) if rank != self.partners.rank]
         places: dict[int, str] = {}
         while missing and time.monotonic() < begin + seconds:
@@ -243,7 +243,7 @@ class Comparisons:
             for rank in list(missing):
                 place = places.get(rank, "")
                 # It does not come, either, while it waits for a change that this rank makes only behind this read.
-                insist = late or (self.service is not None and rank in self.service.awaited)
+                insist = late or rank in self.service.awaited
                 known = {"insist": insist, "sure": sure, "place": place, "issued": pending.channel.groups.issued}
                 answer = self.partners.ask(rank, ask="whereabouts", comparison=pending.number, **known)
                 places[rank] = answer["place"]

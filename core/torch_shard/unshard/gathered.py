@@ -12,6 +12,7 @@ substitutes for a sharded parameter: the unit's own, or the copies.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -326,21 +327,18 @@ def _refuse_backward(one: GatheredUnit) -> None:
     """Make a backward that reaches one of the parameters raise, because this gradient can't be reduced."""
     rank = one.unit.collectives.world_rank
 
-    def refusal(name: str) -> Callable[[torch.Tensor], None]:
-        def refuse(grad: torch.Tensor) -> None:
-            raise UnitStateError(
-                f"rank {rank}: a backward reached {name} as engine.gathered() gave it with ranks=, device= or grads=, or "
-                "because it is computed with in another dtype (ShardConfig.precision) or as other ranks decode it "
-                "(ShardConfig.quantized): such a gradient can't be reduced. Run forward and backward outside, or gather "
-                "without these."
-            )
-
-        return refuse
+    def refuse(name: str, grad: torch.Tensor) -> None:
+        raise UnitStateError(
+            f"rank {rank}: a backward reached {name} as engine.gathered() gave it with ranks=, device= or grads=, or "
+            "because it is computed with in another dtype (ShardConfig.precision) or as other ranks decode it "
+            "(ShardConfig.quantized): such a gradient can't be reduced. Run forward and backward outside, or gather "
+            "without these."
+        )
 
     for flat, params in zip(one.unit.flats, one.unsharded_params, strict=True):
         for slot, param in zip(flat.layout.slots, params, strict=True):
             if param.requires_grad:
-                one.hooks.append(param.register_hook(refusal(slot.name)))
+                one.hooks.append(param.register_hook(functools.partial(refuse, slot.name)))
 
 
 # -- leaving ----------------------------------------------------------------------------------------------------------

@@ -57,11 +57,7 @@ class Counters:
     """The counters of one group's parameters."""
 
     def __init__(self) -> None:
-        self._sets: list[_Followers] = []
-        self._followers: list[torch.Tensor] = []
-        self._places: list[int] = []
-        self._on_device: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self.pair(())
 
     def pair(self, runs: Iterable[tuple[dict[str, Any], Sequence[dict[str, Any] | None]]]) -> None:
         """Find the counters. `runs`: for each run the state of its first piece, and that of its parameters."""
