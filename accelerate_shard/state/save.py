@@ -22,7 +22,6 @@ from torch_shard.frontend.checkpoint import (
     Saving,
     check_shared,
     commit,
-    discard,
     hidden,
     make_durable,
     optimizer_state,
@@ -129,7 +128,7 @@ class _Writing:
             if path.is_file():
                 make_durable(path)
         commit(self.saving, self.target, keep_others)
-        discard(self.target, self.nonce)
+        self.saving.remove()
         directory_names.prune(self.accelerator, self.target)
 
     def remove(self) -> None:

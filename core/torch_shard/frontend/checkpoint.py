@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..checkpoint import PendingSave, load_contents, save_contents
-from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, discard, find, hidden, remove, swap, tidy
+from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, find, hidden, remove, swap, tidy
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
 from ..checkpoint.full.load import FullLoad, by_name
@@ -49,7 +49,6 @@ __all__ = [
     "check_shared",
     "classes_of_data",
     "commit",
-    "discard",
     "each",
     "find",
     "gather",

@@ -38,7 +38,6 @@ __all__ = [
     "Saving",
     "check_shared",
     "commit",
-    "discard",
     "exchange",
     "find",
     "hidden",
@@ -60,7 +59,6 @@ class Saving:
     """A hidden directory that is being written."""
 
     path: Path
-    nonce: str
 
     @classmethod
     def begin(
@@ -88,7 +86,7 @@ class Saving:
         (refuse or _refuse_to_replace)(target)
         path = hidden(target, nonce)
         path.mkdir()
-        return cls(path, nonce)
+        return cls(path)
 
     def remove(self) -> None:
         """Delete the directory: an incomplete checkpoint, or, after a commit, what was at the target before."""
@@ -191,11 +189,6 @@ def _take_along(target: Path, new: Path) -> None:
             for name in names:
                 if not WEIGHTS.fullmatch(name) and not os.path.lexists(new / name):
                     os.rename(target / name, new / name)
-
-
-def discard(target: Path, nonce: str) -> None:
-    """Delete what was at the target before a commit. Call it in the process that committed."""
-    _delete(hidden(target, nonce))
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..format.atomic_directory import Saving, commit, discard, swap
+from ..format.atomic_directory import Saving, commit, swap
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import MANIFEST
 from ..format.safetensors import WEIGHTS, SafetensorsWriter
@@ -94,7 +94,7 @@ def safetensors_output(
                 swap(saving.path / single, target)
             else:
                 commit(saving, target, _keep_others)
-                discard(target, nonce)  # here, while the other ranks wait
+                saving.remove()  # here, while the other ranks wait
 
         yield Output(writer.write, finish)
 

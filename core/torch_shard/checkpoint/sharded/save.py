@@ -24,7 +24,7 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ...utils.patterns import without_wrappers
-from ..format.atomic_directory import Saving, check_shared, commit, discard, hidden, pattern, prune
+from ..format.atomic_directory import Saving, check_shared, commit, hidden, pattern, prune
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from ..ports import EnginePort
@@ -279,7 +279,7 @@ class _Save:
         write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": unsharded}))
         commit(self.saving, self.target)
         # The new checkpoint is in place: a failure to delete an older one is only logged.
-        discard(self.target, self.nonce)
+        self.saving.remove()
         if self.keep is not None:
             try:
                 prune(self.target, self.keep)
