@@ -38,7 +38,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
         UnavailableError: the files are safetensors, and the library is not installed.
     """
     from .checkpoint.full.load import named_values
-    from .checkpoint.mismatches import refuse_mismatches
+    from .checkpoint.mismatches import OF_THIS
 
     params = dict(model.named_parameters(remove_duplicate=False))
     real = next((name for name, p in params.items() if p.device.type != "meta"), None)
@@ -48,7 +48,7 @@ def from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     file, values = named_values(path, live)
     missing, unexpected = live.keys() - values.keys(), values.keys() - live.keys()
     problems = [text for name in live.keys() & values.keys() for text in _problem(name, values[name], live[name])]
-    refuse_mismatches(file.path, Mismatches(sorted(missing), sorted(unexpected), sorted(problems)))
+    Mismatches(sorted(missing), sorted(unexpected), sorted(problems)).refuse(str(file.path), OF_THIS)
     checksums = {
         place: f"{name} of {size} bytes, checksum {crc:08x}" for place, (name, size, crc) in file.checksums().items()
     }

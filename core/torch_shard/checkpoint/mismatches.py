@@ -1,16 +1,17 @@
-"""One error that lists everything in a checkpoint that does not fit the live model and optimizers."""
+"""What dtypes in a checkpoint do not fit the live model and optimizers, and a hint for the error that lists everything."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, StateDictError
-from ..state.model_state import Mismatches
+from ..errors import ConfigError
 
-__all__ = ["check_dtype", "refuse_mismatches", "wrong_dtype"]
+__all__ = ["OF_THIS", "check_dtype", "wrong_dtype"]
+
+OF_THIS = " It must be a checkpoint of this model and these optimizers."
+"""The hint of :meth:`~..state.model_state.Mismatches.refuse` for a checkpoint."""
 
 
 def check_dtype(dtype: Any) -> None:
@@ -28,13 +29,3 @@ def wrong_dtype(name: str, saved: torch.dtype, live: Any, asked: torch.dtype | N
         return []
     hint = f"; pass dtype={live.dtype} to convert it" if both else ""
     return [f"{name} is {saved} in the {where} and {live.dtype} here{hint}"]
-
-
-def refuse_mismatches(path: Path, found: Mismatches) -> None:
-    """Raise if anything is missing, unexpected or otherwise wrong, with all of it in one error."""
-    lines = found.lines()
-    if lines:
-        raise StateDictError(
-            f"{path} does not fit, and nothing was loaded. It must be a checkpoint of this model and these optimizers.\n  "
-            + "\n  ".join(lines)
-        )

@@ -232,7 +232,9 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
         for key, value in state_dict.items():
             if key in specs and isinstance(value, torch.Tensor) and value.shape == specs[key].shape:
                 found.problems.extend(misplaced(value, specs[key].part, key))
-        refuse_mismatches(runtime, what, found, " Pass strict=False to accept missing and unexpected entries.")
+        hint = " Pass strict=False to accept missing and unexpected entries."
+        where = f"rank {runtime.collectives.world_rank}: {what}: the state dict"
+        found.refuse(where, hint if found.missing or found.unexpected else "")
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     kinds = [(k, isinstance(v, ShardTensor)) for k, v in state_dict.items()] if error is None else None
@@ -304,21 +306,12 @@ class Mismatches(NamedTuple):
         for own, texts in zip(self, found, strict=True):
             own.extend(prefix + text for text in texts)
 
-    def lines(self) -> list[str]:
-        """Return the lines of an error that lists them; none if everything fits."""
+    def refuse(self, what: str, hint: str = "") -> None:
+        """Raise a StateDictError that lists everything under "`what` does not fit" and `hint`, unless everything fits."""
         named = (("missing", self.missing), ("unexpected", self.unexpected))
-        return [*(f"{what}: {', '.join(names)}" for what, names in named if names), *self.problems]
-
-
-def refuse_mismatches(runtime: Runtime, what: str, found: Mismatches, hint: str = "") -> None:
-    """Raise if there are mismatches, with all of a state dict's in one error, and with `hint` for names."""
-    lines = found.lines()
-    if lines:
-        hint = hint if found.missing or found.unexpected else ""
-        raise StateDictError(
-            f"rank {runtime.collectives.world_rank}: {what}: the state dict does not fit, and nothing was loaded.{hint}\n  "
-            + "\n  ".join(lines)
-        )
+        lines = [*(f"{kind}: {', '.join(names)}" for kind, names in named if names), *self.problems]
+        if lines:
+            raise StateDictError("\n  ".join([f"{what} does not fit, and nothing was loaded.{hint}", *lines]))
 
 
 def load_on_meta(model: nn.Module, given: Mapping[str, Any], strict: bool) -> Mismatches:

@@ -24,7 +24,7 @@ from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
-from .model_state import Mismatches, misplaced, refuse_mismatches
+from .model_state import Mismatches, misplaced
 from .param_names import names_of
 
 
@@ -298,7 +298,8 @@ def optim_state_dict_to_load(
 
     def compare() -> dict[int, str]:
         names = names_of(runtime, optimizer, model)
-        refuse_mismatches(runtime, what, mismatches(runtime, optimizer, names, state_dict))
+        found = mismatches(runtime, optimizer, names, state_dict)
+        found.refuse(f"rank {runtime.collectives.world_rank}: {what}: the state dict")
         return names
 
     def key(_: object) -> object:  # empty entries count, since they decide which rank owns what

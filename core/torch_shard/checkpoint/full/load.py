@@ -23,7 +23,7 @@ from ...optim.engines_of_optimizer import params_of
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
 from ...state.param_names import names_of
-from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
+from ..mismatches import OF_THIS, check_dtype, wrong_dtype
 from ..ports import EnginePort
 from ..sharded.entries import EXTRA, OPTIMIZER, Optimizers, optimizers_of
 from ..sharded.entry_tree import MODEL_KEYS, unwrapped
@@ -157,7 +157,7 @@ class FullLoad:
         for own, names, state in self.optimizers:
             found.add(optimizer_state.mismatches(self.runtime, own, names, state), f"{OPTIMIZER}: ")
         found.problems.extend(self.problems)
-        refuse_mismatches(self.file.path, found)
+        found.refuse(str(self.file.path), OF_THIS)
         self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so it comes before anything is changed
 
     def verify(self) -> None:

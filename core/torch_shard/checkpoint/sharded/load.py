@@ -23,7 +23,7 @@ from ...state.model_state import Mismatches
 from ...utils.patterns import without_wrappers
 from ..full.load import load_full
 from ..full.open_files import is_full
-from ..mismatches import check_dtype, refuse_mismatches, wrong_dtype
+from ..mismatches import OF_THIS, check_dtype, wrong_dtype
 from ..ports import EnginePort
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, Optimizers, Source, optimizers_of, sources_of
@@ -151,7 +151,7 @@ class _Load:
                 found.problems.extend(wrong_dtype(name, saved.dtype, live, self.dtype, "checkpoint"))
         for part in self.optimizers:
             part.compare(self.known, self.dtype, found)
-        refuse_mismatches(self.checkpoint.folder, found)
+        found.refuse(str(self.checkpoint.folder), OF_THIS)
 
     # -- reading ------------------------------------------------------------------------------------------------
     def verify(self) -> None:
