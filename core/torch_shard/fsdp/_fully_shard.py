@@ -112,7 +112,7 @@ class FSDPModule(WrappedModule):
         other = object.__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        deferred_wrap.copy_sync(cast(nn.Module, other))
+        deferred_wrap.apply_sync(cast(nn.Module, other))
         return other
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,10 +158,7 @@ class FSDPModule(WrappedModule):
         """
         for mark in self._marks(recurse):
             mark.sync = bool(requires_gradient_sync)
-        root = deferred_wrap.root_of(cast(nn.Module, self))
-        engine = engine_of(root)
-        if engine is not None:
-            deferred_wrap.apply_sync(root, engine)
+        deferred_wrap.apply_sync(deferred_wrap.root_of(cast(nn.Module, self)))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients of this module's own parameters by `factor`, in place of the number of ranks.
@@ -298,16 +295,6 @@ def _custom(what: str) -> ConfigError:
 # -- unshard --------------------------------------------------------------------------------------------------------------
 
 
-class _CloseFirst:
-    """A forward pre-hook that reshards what ``unshard`` has gathered, so that the forward gathers as usual."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        _close(self.module)
-
-
 def _open(module: nn.Module) -> None:
     mark = deferred_wrap.mark_of(module)
     assert mark is not None
@@ -319,12 +306,13 @@ def _open(module: nn.Module) -> None:
     stack.enter_context(engine.gathered(params))
     root = engine.model
     for each in {id(m): m for m in (root, *(m for _, m, _ in deferred_wrap.marks_in(root)), module)}.values():
-        handle: RemovableHandle = each.register_forward_pre_hook(_CloseFirst(module), prepend=True)
+        # So that a forward gathers as usual.
+        handle: RemovableHandle = each.register_forward_pre_hook(functools.partial(_close, module), prepend=True)
         stack.callback(handle.remove)
     mark.opened = stack
 
 
-def _close(module: nn.Module) -> None:
+def _close(module: nn.Module, *_: object) -> None:
     mark = deferred_wrap.mark_of(module)
     if mark is not None and mark.opened is not None:
         stack, mark.opened = mark.opened, None

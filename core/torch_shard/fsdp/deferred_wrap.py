@@ -27,6 +27,7 @@ from ..errors import ConfigError, SetupError, ShardError
 from ..runtime.forward_hooks import uncompiled
 from ..runtime.mixed_precision_hooks import cast_root_outputs
 from ..shard_tensor.tensor import ShardTensor
+from ..state_dict_type import StateDictType, set_state_dict_type
 from ..unshard.gathered import units_of
 from . import auto_wrap, dcp_patch
 from .translate_settings import Request, config_of, unused
@@ -157,13 +158,6 @@ def root_of(module: nn.Module) -> nn.Module:
     return module
 
 
-def roots_in(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost wrapped module around `module` if it is wrapped, else the outermost wrapped modules inside it."""
-    if mark_of(module) is not None:
-        return [root_of(module)]
-    return list(dict.fromkeys(root_of(part) for _, part, _ in marks_in(module)))
-
-
 def nested_name(module: nn.Module) -> str:
     """Return the name of a wrapped module within its root, for messages."""
     root = root_of(module)
@@ -243,13 +237,11 @@ def _shard(root: nn.Module) -> Engine:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     _pending.discard(root)
     mark.was_sharded = True
-    apply_sync(root, engine)
+    apply_sync(root)
     for module, each in [(root, mark), *((part, nested) for _, part, nested in inside)]:
         if each.divisor is not None:
             divide_by(engine, module, each.divisor)
     if request.strategy is not None:  # FullyShardedDataParallel's own default
-        from ..state_dict_type import StateDictType, set_state_dict_type
-
         set_state_dict_type(root, StateDictType.FULL_STATE_DICT)
     return engine
 
@@ -337,21 +329,15 @@ def without_sync(engine: Engine) -> Iterator[None]:
         set_sync(engine, before)
 
 
-def apply_sync(root: nn.Module, engine: Engine) -> None:
-    """Defer all reductions of a model while one of its wrapped modules is set to.
+def apply_sync(module: nn.Module) -> None:
+    """Defer all reductions of a sharded model, or a copy of one, while one of its wrapped modules is set to.
 
-    The deferred gradients are summed and reduced later, with the same result, and a step in between is refused.
+    The deferred gradients are summed and reduced later, with the same result, and a step in between is refused. Other modules
+    are left alone.
     """
-    own = mark_of(root)
-    assert own is not None
-    set_sync(engine, own.sync and all(mark.sync for *_, mark in marks_in(root)))
-
-
-def copy_sync(copied: nn.Module) -> None:
-    """Call :func:`apply_sync` for a copy of a model, which has a new runtime."""
-    engine = engine_of(copied)
-    if engine is not None and mark_of(copied) is not None:
-        apply_sync(copied, engine)
+    engine, own = engine_of(module), mark_of(module)
+    if engine is not None and own is not None:
+        set_sync(engine, own.sync and all(mark.sync for *_, mark in marks_in(module)))
 
 
 def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:

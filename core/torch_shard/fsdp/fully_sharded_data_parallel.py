@@ -199,7 +199,7 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         if id(self) not in memo:  # copying the module may have copied this object, too
             other = memo[id(self)] = object.__new__(type(self))
             _bind(other, inner)
-            deferred_wrap.copy_sync(inner)
+            deferred_wrap.apply_sync(inner)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -396,9 +396,14 @@ def _apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
 
 def _engines(module: nn.Module) -> list[Engine]:
-    if deferred_wrap.mark_of(module) is None and engine_of(module) is not None:
-        return [engine_of(module)]  # type: ignore[list-item]  # by torch_shard.shard
-    return [deferred_wrap.engine_around(root) for root in deferred_wrap.roots_in(module)]
+    """Return the engine of the model that `module` is or is a part of, else those of all wrapped models inside it."""
+    if deferred_wrap.mark_of(module) is not None:
+        return [deferred_wrap.engine_around(module)]
+    engine = engine_of(module)
+    if engine is not None:  # by torch_shard.shard
+        return [engine]
+    roots = dict.fromkeys(deferred_wrap.root_of(part) for _, part, _ in deferred_wrap.marks_in(module))
+    return [deferred_wrap.engine_around(root) for root in roots]
 
 
 def _models(module: nn.Module, what: str) -> list[nn.Module]:
