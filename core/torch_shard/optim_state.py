@@ -305,13 +305,15 @@ def rekey_optim_state_dict(
     if any(id(p) not in known for p in params):
         raise StateDictError(f"{what}: the optimizer holds parameters that are not in the model.")
     names = [known[id(p)] for p in params]
-    by_name = {name: number for number, name in enumerate(names)}
-    given = {key for group in optim_state_dict["param_groups"] for key in group["params"]}
-    if kind == "PARAM_NAME":
-        mapping: dict[Any, Any] = dict(enumerate(names)) if not given <= set(by_name) else {n: n for n in names}
-    else:
-        mapping = dict(by_name) if given <= set(by_name) else {number: number for number in range(len(names))}
+    given: Iterable[Any] = names if _listed(optim_state_dict) <= set(names) else range(len(names))
+    wanted: Iterable[Any] = names if kind == "PARAM_NAME" else range(len(names))
+    mapping = dict(zip(given, wanted, strict=True))
     return _renamed(optim_state_dict, mapping, what, 0 if engine is None else engine.rank)
+
+
+def _listed(state_dict: Mapping[str, Any]) -> set[Any]:
+    """Return the keys of the parameters that the groups of a state dict list."""
+    return {key for group in state_dict["param_groups"] for key in group["params"]}
 
 
 def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: str, rank: int) -> dict[str, Any]:
@@ -321,7 +323,7 @@ def _renamed(state_dict: Mapping[str, Any], mapping: Mapping[Any, Any], what: st
             f"rank {rank}: {what}: the optimizer has no parameter {', '.join(map(repr, unknown[:5]))}, which the dict's "
             "groups list. Make the optimizer with the groups that were saved."
         )
-    listed = {k for group in state_dict["param_groups"] for k in group["params"]}
+    listed = _listed(state_dict)
     other = [key for key in state_dict["state"] if key not in listed]
     result = {
         "state": {mapping[key] if key in listed else key: value for key, value in state_dict["state"].items()},
@@ -338,11 +340,9 @@ def _by_number(engine: Engine, optim: torch.optim.Optimizer) -> list[str]:
 
 
 def _named(engine: Engine, optim: torch.optim.Optimizer, given: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return state by name, from state by name or by number."""
     names = _by_number(engine, optim)
-    keys = {
-        key for group in optimizer_state.complete(given, what, engine.rank)["param_groups"] for key in group["params"]
-    }
-    if keys <= set(names):
+    if _listed(optimizer_state.complete(given, what, engine.rank)) <= set(names):
         return dict(given)
     return _renamed(given, dict(enumerate(names)), what, engine.rank)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -91,12 +91,25 @@ def optim_state_dict(
     if not wanted:
         return {}
     state = {names[id(numbers[n])] if is_number(n, numbers) else n: found[n] for n in in_order(found, numbers)}
-    groups = []
-    for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
-        groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
+    groups = groups_by_name(optimizer, names, taken["param_groups"])
     parameters = set(names.values())
     of_none = [key for key in state if key not in parameters]
     return {"state": state, "param_groups": groups, **({OTHER: of_none} if of_none else {})}
+
+
+def groups_by_name(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], taken: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups, as its ``state_dict()`` has them, with names in place of numbers."""
+    return [
+        {**group, "params": [names[id(p)] for p in live["params"]]}
+        for group, live in zip(taken, optimizer.param_groups, strict=True)
+    ]
+
+
+def cut_like(value: Any, param: Any) -> TypeGuard[ShardTensor]:
+    """Return True if a value of the state is a ShardTensor that is sharded like its parameter. Not collective."""
+    return isinstance(value, ShardTensor) and isinstance(param, ShardTensor) and same_cut(value._spec, param._spec)
 
 
 def is_readable_alone(runtime: Runtime, optimizer: Any) -> bool:
@@ -110,9 +123,9 @@ def is_readable_alone(runtime: Runtime, optimizer: Any) -> bool:
         for kind, value in entries.items() if isinstance(entries, Mapping) else ():
             if not any(isinstance(t, ShardTensor) or is_dtensor(t) for t in state_tree.tensors_of(value)):
                 continue
-            if not (isinstance(value, ShardTensor) and isinstance(param, ShardTensor) and isinstance(kind, str)):
+            if not (isinstance(kind, str) and cut_like(value, param)):
                 return False
-            if not same_cut(value._spec, param._spec) or param._spec.part is not None or open_runtime_of(param) is None:
+            if param._spec.part is not None or open_runtime_of(param) is None:
                 return False
     return True
 
@@ -198,12 +211,7 @@ def sharded_entries(runtime: Runtime, params: list[Any], state: Mapping[Any, Any
         spec = param._spec if isinstance(param, ShardTensor) else None
         place = None if spec is None else places.get(id(spec.layout))
         for kind, value in entries.items() if param is not None else ():
-            if (
-                isinstance(value, ShardTensor)
-                and spec is not None
-                and place is not None
-                and same_cut(value._spec, spec)
-            ):
+            if spec is not None and place is not None and cut_like(value, param):
                 key = place, str(kind), str(value.dtype)
                 if key not in batches:
                     count = len(flats[place].params)
@@ -399,7 +407,7 @@ def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any
         return value.clone()  # torch may keep what it is given
     assert isinstance(param, ShardTensor)
     part = shard_of_full(value.detach(), param._spec)
-    if isinstance(into, ShardTensor) and same_cut(into._spec, param._spec) and into.dtype == value.dtype:
+    if cut_like(into, param) and into.dtype == value.dtype:
         with torch.no_grad():
             into._local.copy_(part)
         return into
@@ -468,7 +476,7 @@ def mismatches(
             continue
         for key, value in entries.items():
             if isinstance(value, ShardTensor):
-                if not isinstance(param, ShardTensor) or not same_cut(value._spec, param._spec):
+                if not cut_like(value, param):
                     problems.append(f"{name}: {key} is a ShardTensor that is not sharded like the parameter")
             elif isinstance(value, torch.Tensor) and not _shape_fits(runtime, optimizer, param, key, value):
                 problems.append(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}")

@@ -26,7 +26,7 @@ from ...errors import ConfigError, StateDictError
 from ...optim.engines_of_optimizer import params_of
 from ...runtime.registry import engine_for
 from ...runtime.runtime import Runtime
-from ...state.optimizer_state import OTHER, is_number
+from ...state.optimizer_state import OTHER, groups_by_name, is_number
 from ...state.param_names import named_params
 from ..ports import EnginePort
 
@@ -151,7 +151,6 @@ def optimizer_state(sources: Sequence[Source], optimizers: Sequence[torch.optim.
                     f"{name} has state in two optimizers; pass them by name: optimizer={{name: optimizer}}."
                 )
             state[name] = entries
-        for group, live in zip(taken["param_groups"], optimizer.param_groups, strict=True):
-            groups.append({**group, "params": [names[id(p)] for p in live["params"]]})
+        groups += groups_by_name(optimizer, names, taken["param_groups"])
     # A tuple, which torch's planner takes for one object.
     return {"state": state, "param_groups": groups, **({OTHER: tuple(other)} if other else {})}

@@ -12,7 +12,6 @@ from ...optim.checks import state_dtype
 from ...optim.engines_of_optimizer import first_runtime, params_of
 from ...optim.matrix import state as matrix_state
 from ...optim.registry import counters_in
-from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
 from ...state.model_state import Mismatches
@@ -145,11 +144,9 @@ class OptimizerLoad:
                     and optimizer_state.is_cut(p, path[-1], leaf.shape, counters)
                 )
                 live: Any = self.optimizer.state.get(p, {}).get(path[0]) if in_place and len(path) == 1 else None
-                fits = isinstance(live, ShardTensor) and isinstance(p, ShardTensor) and same_cut(live._spec, p._spec)
-                if fits and live.shape == leaf.shape and live.dtype == kept:
-                    self.tensors[leaf.name] = live
-                else:
-                    self.tensors[leaf.name] = new_tensor(leaf, p if is_cut else None, kept)
+                if not (optimizer_state.cut_like(live, p) and live.shape == leaf.shape and live.dtype == kept):
+                    live = new_tensor(leaf, p if is_cut else None, kept)
+                self.tensors[leaf.name] = live
         return self.tensors
 
     def _dtype(
