@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
-__all__ = ["make_durable", "naming", "some"]
+__all__ = ["make_durable", "naming", "some", "write_durable"]
 
 
 @contextlib.contextmanager
@@ -32,6 +32,14 @@ def make_durable(path: str | os.PathLike[str]) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def write_durable(path: str | os.PathLike[str], raw: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with naming(path), open(path, "wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def some(names: Sequence[str], none: str = "no entry") -> str:

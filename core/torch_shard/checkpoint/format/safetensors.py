@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, ConfigError, UnavailableError
-from .fileio import make_durable, naming
+from .fileio import make_durable, write_durable
 from .mmap_buffer import copied
 
 __all__ = ["INDEX", "SINGLE", "WEIGHTS", "SafetensorsWriter", "library", "size_of"]
@@ -162,9 +162,7 @@ class SafetensorsWriter:
         total = sum(shape.numel() * dtype.itemsize for shape, dtype in self.entries.values())
         where = {name: file for file, names in self.files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        with naming(self.folder / INDEX), open(self.folder / INDEX, "w", encoding="utf-8") as file:
-            file.write(json.dumps(index, indent=2) + "\n")
-        make_durable(self.folder / INDEX)
+        write_durable(self.folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _divided(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ...utils.tensor_memory import memory_key
 from ..format.checksum import SMALLEST, block_sum
 from ..format.dcp_metadata import METADATA, StorageInfo
-from ..format.fileio import naming
+from ..format.fileio import naming, write_durable
 from ..format.manifest import MANIFEST, FileRecord, ItemRecord, Manifest
 from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
@@ -43,7 +43,7 @@ class Deferred:
 
     Attributes:
         key: equal for two names of one memory, which is written once.
-        read: returns it.
+        read: a function that returns the tensor.
     """
 
     key: Hashable
@@ -76,21 +76,14 @@ def write_metadata(
     metadata.storage_meta = StorageMeta(save_id=save_id)
     metadata.version = "1.0.0"
     raw = pickle.dumps(metadata)
-    _write_durable(folder / METADATA, raw)
+    write_durable(folder / METADATA, raw)
     crc = zlib.crc32(raw)
     return FileRecord(len(raw), crc, ((0, 0), (len(raw), crc)))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes a checkpoint of the directory, and make it durable."""
-    _write_durable(folder / MANIFEST, manifest.to_text().encode())
-
-
-def _write_durable(path: Path, raw: bytes) -> None:
-    with naming(path), open(path, "wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durable(folder / MANIFEST, manifest.to_text().encode())
 
 
 def _write(file: _DataFile, plan: SavePlan, resolve: Resolve, name: str) -> list[WriteResult]:
