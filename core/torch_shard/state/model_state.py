@@ -253,15 +253,20 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
         with runtime.operations.unnoted(), runtime.versions.change():
             result = model.load_state_dict(plain, strict=strict)
     except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
-        error = StateDictError(
-            f"rank {runtime.collectives.world_rank}: {what}: a module failed while its values were being loaded, and some have "
-            f"been overwritten; load again before training goes on: {type(problem).__name__}: {problem}"
-        )
+        error = failed_module(f"rank {runtime.collectives.world_rank}: {what}", problem)
         error.__cause__ = problem
     runtime.parameters_changed()
     runtime.forget_residuals()
     agree(runtime, what, None, error)
     return result
+
+
+def failed_module(what: str, problem: Exception) -> StateDictError:
+    """Return the error for a module that has raised `problem` when its values were loaded."""
+    return StateDictError(
+        f"{what}: a module failed while its values were being loaded, and some have been overwritten; load again before training "
+        f"goes on: {type(problem).__name__}: {problem}"
+    )
 
 
 def misplaced(value: Any, part: TensorPart | None, name: str) -> list[str]:

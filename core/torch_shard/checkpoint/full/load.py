@@ -11,7 +11,6 @@ import functools
 import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,17 +65,11 @@ def load_full(
     return work.extra
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """The contents of a file. ``optimizer`` and ``extra`` are None if the file has none."""
+def recognised(file: FullFile, keys: Iterable[str]) -> tuple[Mapping[str, Any], Any, Any]:
+    """Return a file's model, optimizer and extra; None for an optimizer or extra that it does not have.
 
-    model: Mapping[str, Any]
-    optimizer: Any = None
-    extra: Any = None
-
-
-def recognised(file: FullFile, keys: Sequence[str]) -> _Parts:
-    """Return a file's model, optimizer and extra. `keys` are the live model's, by which a state dict is recognised."""
+    `keys` are the live model's, by which a state dict is recognised.
+    """
     values = file.values
     if not isinstance(values, Mapping):
         raise CheckpointError(
@@ -86,9 +79,9 @@ def recognised(file: FullFile, keys: Sequence[str]) -> _Parts:
     places = [name for name in MODEL_KEYS if isinstance(values.get(name), Mapping)]
     found = max(places, key=lambda name: _matches(values[name], known), default=None)  # the first of equals
     if found is None or _matches(values, known) > _matches(values[found], known):
-        return _Parts(values)
+        return values, None, None
     optimizer = next((values[key] for key in _OPTIMIZERS if key in values), None)
-    return _Parts(values[found], optimizer, values.get(EXTRA))
+    return values[found], optimizer, values.get(EXTRA)
 
 
 def _matches(values: Mapping[Any, Any], known: set[str]) -> int:
@@ -105,25 +98,23 @@ class FullLoad:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
         self.strict = strict  # if True, missing and unexpected entries of the model are errors
         self.live = model_state.own_state_dict(engine.model, engine._runtime)
-        self.parts = recognised(file, list(self.live))
-        self.model = self._model_values()
+        given, self._saved, self._extra = recognised(file, self.live)
+        tied = [entry.names for entry in model_state.entries_of(self.runtime, self.live)]
+        values = _renamed(file, given, self.live, tied)
+        # Modules may keep other values as they are, so these must not hold views of the file.
+        values = {n: v if isinstance(v, torch.Tensor) else self._own_memory(v, n) for n, v in values.items()}
+        self.model: Any = model_state.with_metadata(values, given)
         self.optimizers: list[tuple[Any, dict[int, str], dict[str, Any]]] = []  # with names, and the state by name
         self.problems: list[str] = []
         for where, held in optimizers:
             for number, own in enumerate(held):
-                given = self._state_of(where, number, held)
-                if given is None:
+                state = self._state_of(where, number, held)
+                if state is None:
                     label = ".".join(where) if len(held) == 1 else f"{'.'.join(where)}[{number}]"
                     self.problems.append(f"missing: {label} (the file has no such optimizer state)")
                     continue
                 names = names_of(self.runtime, own, self.root)
-                self.optimizers.append((own, names, by_name(own, names, given)))
-
-    def _model_values(self) -> Any:
-        tied = [entry.names for entry in model_state.entries_of(self.runtime, self.live)]
-        values = _renamed(self.file, self.parts.model, self.live, tied)
-        values = {n: v if isinstance(v, torch.Tensor) else self._own_memory(v, n) for n, v in values.items()}
-        return model_state.with_metadata(values, self.parts.model)
+                self.optimizers.append((own, names, by_name(own, names, state)))
 
     def _own_memory(self, value: Any, name: str) -> Any:
         """Return a copy of nested values, whose tensors are not views of the file."""
@@ -137,7 +128,7 @@ class FullLoad:
 
     def _state_of(self, where: tuple[str, ...], number: int, held: Sequence[Any]) -> Mapping[str, Any] | None:
         """Return the saved state of the optimizer that `held` has at `number`; None if there is none."""
-        saved = self.parts.optimizer
+        saved = self._saved
         if len(where) > 1:
             saved = saved.get(where[-1]) if isinstance(saved, Mapping) else None
         elif isinstance(saved, (list, tuple)):
@@ -158,7 +149,7 @@ class FullLoad:
             found.add(optimizer_state.mismatches(self.runtime, own, names, state), f"{OPTIMIZER}: ")
         found.problems.extend(self.problems)
         found.refuse(str(self.file.path), OF_THIS)
-        self.extra = self._own_memory(self.parts.extra, EXTRA)  # may fail, so it comes before anything is changed
+        self.extra = self._own_memory(self._extra, EXTRA)  # may fail, so it comes before anything is changed
 
     def verify(self) -> None:
         """Verify this rank's share of the file, before anything is changed. Safetensors have no checksums."""
@@ -171,10 +162,7 @@ class FullLoad:
             with self.runtime.versions.change():  # one change, and no edits that are kept to be taken back
                 self.root.load_state_dict(self.model, strict=self.strict)
         except Exception as error:  # a module's own hook, or what it keeps in get_extra_state
-            raise StateDictError(
-                f"{self.file.path}: a module failed while its values were being loaded, so that some have been overwritten; load "
-                f"again before training goes on: {type(error).__name__}: {error}"
-            ) from error
+            raise model_state.failed_module(str(self.file.path), error) from error
 
     def load_optimizers(self) -> None:
         """Copy this rank's shards of optimizer state, which fits, into the optimizers."""
@@ -268,7 +256,7 @@ def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple
     tied: dict[int, list[str]] = {}
     for name, value in live.items():
         tied.setdefault(id(value), []).append(name)
-    return file, _renamed(file, recognised(file, list(live)).model, live, tied.values())
+    return file, _renamed(file, recognised(file, live)[0], live, tied.values())
 
 
 def _renamed(

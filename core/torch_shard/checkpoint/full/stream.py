@@ -137,9 +137,10 @@ class OptimizerStream:
     @property
     def nbytes(self) -> int:
         """Return the size in bytes of the largest buffer that is gathered."""
-        sizes = [max(own.dtype.itemsize for own in g.shards if own is not None) for g in self._cut.batches]
-        numels = [group.flat.layout.numel for group in self._cut.batches]
-        return max((numel * size for numel, size in zip(numels, sizes, strict=True)), default=0)
+        batches = self._cut.batches
+        return max(
+            (b.flat.layout.numel * s.dtype.itemsize for b in batches for s in b.shards if s is not None), default=0
+        )
 
     def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
         """Gather the state that is sharded, or that one rank alone has, and give it to `put`. Collective.

@@ -54,10 +54,6 @@ class Checkpoint:
             CheckpointError: there is none, it is damaged, or a newer version wrote it.
         """
         folder = find(os.fsdecode(path))
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder} is a file, and engine.load reads directories that engine.save or DCP wrote."
-            )
         manifest = read_manifest(folder)
         if manifest is not None:
             record = manifest.files[METADATA]
@@ -66,7 +62,7 @@ class Checkpoint:
         else:
             try:
                 raw = bytearray((folder / METADATA).read_bytes())
-            except FileNotFoundError as error:
+            except (FileNotFoundError, NotADirectoryError) as error:
                 raise CheckpointError(
                     f"{folder} holds no checkpoint: it has neither {MANIFEST} nor {METADATA}."
                 ) from error
