@@ -110,8 +110,7 @@ def _before_fork() -> None:
         thread.rest()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork)
+os.register_at_fork(before=_before_fork)
 
 
 class HostThread:

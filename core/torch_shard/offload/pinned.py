@@ -56,8 +56,6 @@ def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device)
     nbytes = numel * dtype.itemsize
     if nbytes == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
-    if not hasattr(mmap, "MAP_ANONYMOUS"):  # not a POSIX system
-        return torch.zeros(numel, dtype=dtype, device="cpu")
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
