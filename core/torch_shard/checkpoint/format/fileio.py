@@ -1,4 +1,4 @@
-"""Durable files, and the names of files and entries in messages."""
+"""Durable files, and messages about files and their entries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 
-__all__ = ["make_durable", "naming", "some", "write_durable"]
+from ...errors import CheckpointError
+
+__all__ = ["damaged", "first_line", "make_durable", "naming", "some", "write_durable"]
 
 
 @contextlib.contextmanager
@@ -40,6 +42,19 @@ def write_durable(path: str | os.PathLike[str], raw: bytes) -> None:
         file.write(raw)
         file.flush()
         os.fsync(file.fileno())
+
+
+def damaged(path: str | os.PathLike[str], error: Exception, held: str = "") -> CheckpointError:
+    """Return the error for a file that can't be read to its end. `held` is a clause about what is in it."""
+    return CheckpointError(
+        f"{path} is damaged or was cut off at {os.stat(path).st_size} bytes{held} ({type(error).__name__}: {first_line(error)}). "
+        "Nothing was loaded. Load an earlier checkpoint, or copy the file again."
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, which may be empty."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 def some(names: Sequence[str], none: str = "no entry") -> str:

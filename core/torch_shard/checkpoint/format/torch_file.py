@@ -25,7 +25,7 @@ from torch import nn
 from ...errors import CheckpointError, ConfigError
 from ...layout.flat_layout import contiguous_stride
 from ...utils.tensor_memory import memory_key
-from .fileio import naming
+from .fileio import first_line, naming
 from .mmap_buffer import blocks_of, row_major
 from .tensor_entry import ALIGNMENT
 
@@ -33,8 +33,6 @@ __all__ = [
     "Slot",
     "TorchFileWriter",
     "check_loadable",
-    "damaged",
-    "first_line",
     "not_loadable",
     "not_trusted",
     "refused",
@@ -162,14 +160,6 @@ def verify_torch_file(
                     progress(len(data))
 
 
-def damaged(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a torch file that can't be read to its end."""
-    return CheckpointError(
-        f"{path} is damaged or was cut off at {path.stat().st_size} bytes ({type(error).__name__}: {first_line(error)}). "
-        "Nothing was loaded. Load an earlier checkpoint, or copy the file again."
-    )
-
-
 def check_loadable(value: Any, what: str) -> None:
     """Raise if nested values hold an object that ``torch.load(weights_only=True)`` would refuse. Tensors' values are not read.
 
@@ -214,11 +204,6 @@ def refused(error: Exception) -> str:
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     named += str(error).partition(_REASON)[2].strip().splitlines()[:1]
     return (named or [first_line(error)])[0].rstrip(".")
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, which may be empty."""
-    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 @functools.cache

@@ -21,10 +21,10 @@ import torch
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
-from ..format.fileio import some
+from ..format.fileio import damaged, some
 from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
-from ..format.torch_file import damaged, not_trusted, verify_torch_file
+from ..format.torch_file import not_trusted, verify_torch_file
 
 __all__ = ["FullFile", "format_of", "is_full", "open_full", "refuse_damaged"]
 
@@ -241,8 +241,5 @@ def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, to
     except OSError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged or was cut off{with_what} ({type(error).__name__}: {error}). Nothing was loaded. Load an "
-            "earlier checkpoint, or copy the file again."
-        ) from error
+        raise damaged(path, error, with_what) from error
     return values, {name: kept for name, kept in metadata.items() if kept in values and name not in values}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ...utils.tensor_memory import memory_key
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import Manifest, versions_of
-from ..full.open_files import format_of, open_full
+from ..full.open_files import FullFile, format_of, open_full
 from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
 from ..sharded.entry_tree import Stored, StoredObject, model_key, tree_of
@@ -93,7 +93,7 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
 
 def _rest(path: Path) -> Any:
     """Return the contents of Lightning's own file."""
-    return _Leaves(path, lambda name: path.name).of(open_full(path).values)
+    return _stored_values(open_full(path))
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
@@ -106,7 +106,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 def _full(path: Path) -> Opened:
     found = open_full(path)
-    tree = _Leaves(path, lambda name: found.file_of(name).name).of(found.values)
+    tree = _stored_values(found)
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} holds {type(found.values).__name__} and no dict, so it is no checkpoint.")
     key = model_key(tree)
@@ -123,44 +123,38 @@ def _full(path: Path) -> Opened:
     )
 
 
-class _Leaves:
-    """A copy of nested values with a :class:`Stored` in place of each tensor."""
+def _stored_values(file: FullFile) -> Any:
+    """Return a copy of a file's nested values with a :class:`Stored` in place of each tensor."""
+    around: set[int] = set()
 
-    def __init__(self, path: Path, file_of: Callable[[str], str]) -> None:
-        self._path, self._file_of = path, file_of
-        self._around: set[int] = set()
-
-    def of(self, tree: Any, path: tuple[Any, ...] = ()) -> Any:
-        """Return the copy of `tree`, which is at `path`."""
+    def copied(tree: Any, path: tuple[Any, ...] = ()) -> Any:
         if isinstance(tree, torch.Tensor):
-            return self._stored(tree, ".".join(map(str, path)))
+            return _stored(file, tree, ".".join(map(str, path)))
         if not isinstance(tree, (Mapping, list)) and type(tree) is not tuple:
             return tree
-        if id(tree) in self._around:
+        if id(tree) in around:
             raise CheckpointError(
-                f"{self._path}: {'.'.join(map(str, path))} contains itself, which no other format can hold. Save a checkpoint "
+                f"{file.path}: {'.'.join(map(str, path))} contains itself, which no other format can hold. Save a checkpoint "
                 "without it."
             )
-        self._around.add(id(tree))
-        try:
-            if isinstance(tree, Mapping):
-                return {key: self.of(value, (*path, key)) for key, value in tree.items()}
-            made = [self.of(value, (*path, i)) for i, value in enumerate(tree)]
-            return made if isinstance(tree, list) else tuple(made)
-        finally:
-            self._around.discard(id(tree))
+        around.add(id(tree))
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        made = {key: copied(value, (*path, key)) for key, value in items}
+        around.remove(id(tree))
+        return made if isinstance(tree, Mapping) else (list if isinstance(tree, list) else tuple)(made.values())
 
-    def _stored(self, tensor: torch.Tensor, name: str) -> Stored:
-        # Other kinds are refused: reading quantized tensors byte by byte ends the process, and meta tensors have no values.
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        kind = "meta" if tensor.is_meta else kind
-        if kind != "strided" or tensor.is_nested:
-            raise CheckpointError(
-                f"{self._path}: {name} is a {'nested' if kind == 'strided' else kind} tensor, and only plain dense ones can be "
-                "read here. Save it as a dense tensor (tensor.to_dense(), tensor.dequantize()), or leave it out."
-            )
-        place = memory_key(tensor) if tensor.numel() else name
-        files = (self._file_of(name),)
-        return Stored(
-            name, tensor.shape, tensor.dtype, place, files, lambda: tensor.detach().resolve_conj().resolve_neg()
+    return copied(file.values)
+
+
+def _stored(file: FullFile, tensor: torch.Tensor, name: str) -> Stored:
+    # Other kinds are refused: reading quantized tensors byte by byte ends the process, and meta tensors have no values.
+    kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    kind = "meta" if tensor.is_meta else kind
+    if kind != "strided" or tensor.is_nested:
+        raise CheckpointError(
+            f"{file.path}: {name} is a {'nested' if kind == 'strided' else kind} tensor, and only plain dense ones can be "
+            "read here. Save it as a dense tensor (tensor.to_dense(), tensor.dequantize()), or leave it out."
         )
+    place = memory_key(tensor) if tensor.numel() else name
+    files = (file.file_of(name).name,)
+    return Stored(name, tensor.shape, tensor.dtype, place, files, lambda: tensor.detach().resolve_conj().resolve_neg())
