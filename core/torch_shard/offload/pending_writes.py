@@ -2,9 +2,9 @@
 
 While a copy is on its way, or the host thread steps on parameters, the sharded tensors over that memory *have* no shard: it is
 taken away from them, and the first reader waits. So every way to read one (an operation, a checkpoint, ``to_local()``) finds
-what is there after the work, never before or in between. So do other sharded tensors over the same
-memory (``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). A plain tensor can't wait: as long as the user has one
-over the memory, or a view of it, the call that begins work on the memory returns when the work has ended.
+what is there after the work, never before or in between. The same holds for other sharded tensors over the memory
+(``p.detach()``, ``p.data``, what ``model.state_dict()`` returns). A plain tensor can't wait: as long as the user has one over the
+memory, or a view of it, the call that begins work on the memory returns when the work has ended.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def make_full(
     Args:
         runtime: the sharded model's runtime.
         found: the state dict, which is changed. With `rank0_only` other ranks are left with other modules' entries alone.
-        rank0_only: only rank 0 gets values. (Another rank gets none when it is alone either: it may just have been early.)
+        rank0_only: only rank 0 gets values. Another rank gets none even if it reads alone, since it may only have come early.
         offload_to_cpu: all tensors are put on the CPU.
         what: the operation, for messages.
         error: the reason why this rank cannot go on, if there is one.

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
 from ...log import logger
 from .dcp_metadata import METADATA
 from .fileio import make_durable
@@ -45,6 +45,7 @@ __all__ = [
     "prune",
     "remove",
     "swap",
+    "target_of",
     "tidy",
 ]
 
@@ -91,6 +92,14 @@ class Saving:
     def remove(self) -> None:
         """Delete the directory: an incomplete checkpoint, or, after a commit, what was at the target before."""
         _delete(self.path)
+
+
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Return the absolute path at which a checkpoint is to be; raise a ConfigError if it has no name."""
+    target = Path(os.path.abspath(os.fsdecode(path)))
+    if not target.name:
+        raise ConfigError(f"path: {path!r} is no place for a checkpoint; give a file or a directory of its own.")
+    return target
 
 
 def hidden(target: Path, nonce: str) -> Path:

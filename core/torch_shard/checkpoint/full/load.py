@@ -28,7 +28,7 @@ from ..sharded.entries import EXTRA, OPTIMIZER, Optimizers, optimizers_of
 from ..sharded.entry_tree import MODEL_KEYS, unwrapped
 from .open_files import FullFile, open_full, refuse_damaged
 
-__all__ = ["FullLoad", "by_name", "load_full"]
+__all__ = ["FullLoad", "by_name", "converted", "load_full", "named_values"]
 
 _OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
 
@@ -181,7 +181,7 @@ class FullLoad:
                 continue
             for key, value in state.get(number, {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype == saved.dtype and key != "step":
-                    state[number][key] = _converted(value, state_dtype(p))
+                    state[number][key] = converted(value, state_dtype(p))
 
 
 def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
@@ -276,5 +276,6 @@ def _renamed(
     return values
 
 
-def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return ShardTensor(value._local.to(dtype), value._spec) if isinstance(value, ShardTensor) else value.to(dtype)
+def converted(value: torch.Tensor, to: torch.dtype | torch.device) -> torch.Tensor:
+    """Return a tensor, or a ShardTensor with this rank's shard, in a dtype or on a device. Not collective."""
+    return ShardTensor(value._local.to(to), value._spec) if isinstance(value, ShardTensor) else value.to(to)

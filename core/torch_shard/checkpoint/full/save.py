@@ -14,6 +14,7 @@ import torch
 from ...comm.collective_steps import broadcast, each
 from ...errors import CheckpointError, ConfigError
 from ...state import model_state
+from ..format.atomic_directory import target_of
 from ..format.mmap_buffer import buffer
 from ..format.safetensors import size_of
 from ..format.torch_file import Slot, check_loadable
@@ -45,9 +46,7 @@ def save_full(
         engine.finish_saving()
         model_state.refuse_inside(runtime, what)
         check_dtype(dtype)
-        target = Path(os.path.abspath(os.fspath(path)))
-        if not target.name:
-            raise ConfigError(f"path: {path!r} is no place for a checkpoint; give a file or a directory of its own.")
+        target = target_of(path)
         return target, _format_of(target, format, first), size_of(max_shard_size)
 
     # Only rank 0's path, and what is there, count: other nodes need not have it.

@@ -95,7 +95,7 @@ def _load(
     work = each(runtime, what, prepare, key=lambda found: (found.checkpoint.fingerprint, dtype, strict))
     nonce = broadcast(runtime, secrets.token_hex(8), what)
     each(runtime, what, work.compare, nonce=f"{nonce}/compare")
-    # Gives parameters owners, the same on all ranks; that is no change to what is trained.
+    # This also gives parameters owners, the same on all ranks, which does not change what is trained.
     each(runtime, what, work.verify, nonce=f"{nonce}/verify")
     try:
         each(runtime, what, work.fill, nonce=f"{nonce}/fill")
@@ -138,7 +138,7 @@ class _Load:
         small = [leaf for part in self.optimizers for leaf in part.small()]
         small += [leaf for _, leaf in leaves([value for model in self.models for value in model.objects()])]
         small += [self.extra] if isinstance(self.extra, StoredObject) else []
-        # Tensors among them are a learning rate, say.
+        # There may be tensors among them, such as a learning rate.
         scalars = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in small if isinstance(leaf, Stored)}
         objects = dict.fromkeys(leaf.name for leaf in small if leaf.name not in scalars)
         self.known = {**self.checkpoint.read(scalars, objects), **scalars}

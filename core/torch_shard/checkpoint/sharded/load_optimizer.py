@@ -12,10 +12,9 @@ from ...optim.checks import state_dtype
 from ...optim.engines_of_optimizer import first_runtime, params_of
 from ...optim.matrix import state as matrix_state
 from ...optim.registry import counters_in
-from ...shard_tensor.tensor import ShardTensor
 from ...state import optimizer_state
 from ...state.model_state import Mismatches
-from ..full.load import by_name
+from ..full.load import by_name, converted
 from ..mismatches import wrong_dtype
 from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
@@ -111,7 +110,8 @@ class OptimizerLoad:
                 live = self.optimizer.state.get(p, {}).get(path[0])
                 if not isinstance(leaf, Stored) or len(path) > 1 or not isinstance(live, torch.Tensor):
                     continue
-                # Stepped with stochastic rounding, it becomes what was saved; Adagrad makes it before the first step.
+                # With stochastic rounding the first step gives state the dtype that was saved. Adagrad makes its state before
+                # that step, in the parameter's dtype.
                 if live.dtype != p.dtype or leaf.dtype != state_dtype(p):
                     asked = None if dtype is None else live.dtype
                     problems += wrong_dtype(f"{name}: {path[0]}", leaf.dtype, live, asked, "checkpoint")
@@ -178,4 +178,4 @@ class OptimizerLoad:
 def _on(value: Any, device: torch.device, path: tuple[Any, ...]) -> Any:
     if not isinstance(value, torch.Tensor) or path[-1] == "step" or value.device == device:
         return value
-    return ShardTensor(value._local.to(device), value._spec) if isinstance(value, ShardTensor) else value.to(device)
+    return converted(value, device)

@@ -24,7 +24,7 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ...utils.patterns import without_wrappers
-from ..format.atomic_directory import Saving, check_shared, commit, hidden, pattern, prune
+from ..format.atomic_directory import Saving, check_shared, commit, hidden, pattern, prune, target_of
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from ..ports import EnginePort
@@ -189,7 +189,7 @@ class _Save:
         """Copy what this rank has proposed, and write the copy from now on."""
         data = [self.resolve(item) for item in self.proposal.items]
         copies = iter(staging.snapshot([value for value in data if isinstance(value, torch.Tensor)]))
-        # By index, which is what a planner goes by, too: rank 0 sends each rank its items anew.
+        # By index, because the items of the final plan are other objects, which rank 0 sends.
         held = {
             item.index: next(copies) if isinstance(value, torch.Tensor) else value
             for item, value in zip(self.proposal.items, data, strict=True)
@@ -298,9 +298,7 @@ def _text(error: Exception) -> str:
 
 
 def _target(path: str | os.PathLike[str], keep: int | None) -> Path:
-    target = Path(os.path.abspath(os.fsdecode(path)))
-    if not target.name:
-        raise ConfigError(f"path: {path!r} is no place for a checkpoint; give a directory of its own.")
+    target = target_of(path)
     if keep is not None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ConfigError(f"keep must be a number of checkpoints, at least 1, not {keep!r}.")
