@@ -180,8 +180,7 @@ def optim_state_dict_to_load(
     else:
         result = _to_load(engine, optim, optim_state_dict, what)
     if load_directly:
-        optim.load_state_dict(result)
-        optimizer_state.keep_as_saved(optim, result["state"])
+        optimizer_state.load_by_number(optim, result)
     return result
 
 

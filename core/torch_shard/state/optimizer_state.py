@@ -286,9 +286,7 @@ def load_optim_state_dict(
         StateDictError: raised on all ranks, with all mismatches. Nothing has been loaded.
     """
     what = "engine.load_optim_state_dict"
-    given = optim_state_dict_to_load(runtime, optimizer, state_dict, model, what)
-    optimizer.load_state_dict(given)
-    keep_as_saved(optimizer, given["state"])
+    load_by_number(optimizer, optim_state_dict_to_load(runtime, optimizer, state_dict, model, what))
 
 
 def optim_state_dict_to_load(
@@ -373,13 +371,12 @@ def load_by_name(
     try:
         given = by_number(optimizer, names, state_dict, elsewhere, in_place=True)
         change(given["state"])
-        optimizer.load_state_dict(given)
+        load_by_number(optimizer, given)
     except Exception as error:
         raise StateDictError(
             f"{type(optimizer).__name__} could not be loaded, but the parameters have been; load again before training goes on: "
             f"{type(error).__name__}: {error}"
         ) from error
-    keep_as_saved(optimizer, given["state"])
 
 
 def groups_by_number(
@@ -425,16 +422,17 @@ def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size, counters: f
     return shape == param.shape and not is_counter(key, shape, counters)
 
 
-def keep_as_saved(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    """Put state that torch changed while it loaded it back into the optimizer. `state` is by number, as it was given to torch.
+def load_by_number(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+    """Load state by number, with this rank's shards, and keep it as it is given. Not collective; call it on all ranks.
 
-    torch casts state to the parameter's dtype, and makes generators of strings in tuples. A rank that reads alone finds the state
-    from now on.
+    torch casts state to the parameter's dtype, and makes generators of strings in tuples; such state is put back. A rank that
+    reads alone finds the state from now on.
     """
+    optimizer.load_state_dict(given)
     for held in runtimes_of(optimizer):
         held.served.add(optimizer)
     for number, p in enumerate(params_of(optimizer)):
-        for key, value in state.get(number, {}).items():
+        for key, value in given["state"].get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)
             if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
                 optimizer.state[p][key] = value

@@ -171,8 +171,7 @@ class OptimizerLoad:
                 own_values = {leaf.name: _on(values[leaf.name], p.device, path) for path, leaf in leaves(entries)}
                 state[number] = map_leaves(entries, own_values)
         groups = optimizer_state.groups_by_number(self.optimizer, self.names, self.given["param_groups"])
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-        optimizer_state.keep_as_saved(self.optimizer, state)
+        optimizer_state.load_by_number(self.optimizer, {"state": state, "param_groups": groups})
 
 
 def _on(value: Any, device: torch.device, path: tuple[Any, ...]) -> Any:
