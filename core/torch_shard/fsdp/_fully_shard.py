@@ -280,8 +280,7 @@ class FSDPModule(WrappedModule):
 
     def _marks(self, recurse: bool) -> list[deferred_wrap.Mark]:
         module = cast(nn.Module, self)
-        own = deferred_wrap.mark_of(module)
-        assert own is not None
+        own = deferred_wrap.mark_on(module)
         return [own, *(mark for *_, mark in deferred_wrap.marks_in(module))] if recurse else [own]
 
 
@@ -296,8 +295,7 @@ def _custom(what: str) -> ConfigError:
 
 
 def _open(module: nn.Module) -> None:
-    mark = deferred_wrap.mark_of(module)
-    assert mark is not None
+    mark = deferred_wrap.mark_on(module)
     engine = deferred_wrap.engine_around(module)
     params = deferred_wrap.own_params(module)
     if mark.opened is not None or not params:
@@ -351,9 +349,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def _casts(module: nn.Module, engine: Engine) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Return the dtypes to which a wrapped module's policy casts inputs and outputs; None where it leaves them."""
-    mark = deferred_wrap.mark_of(module)
-    assert mark is not None
-    asked, applied = mark.request.precision or NONE, precision_of(engine.config.precision)
+    asked, applied = deferred_wrap.mark_on(module).request.precision or NONE, precision_of(engine.config.precision)
     inputs = applied.param_dtype if asked.param_dtype is not None and applied.cast_inputs else None
     if inputs is not None:
         params = deferred_wrap.own_params(module)

@@ -72,6 +72,12 @@ def mark_of(module: nn.Module) -> Mark | None:
     return found if isinstance(found, Mark) else None
 
 
+def mark_on(module: nn.Module) -> Mark:
+    """Return the mark of a wrapped module."""
+    found: Mark = module.__dict__[_KEY]
+    return found
+
+
 def leave_mark(module: nn.Module, request: Request) -> Mark:
     """Mark `module`, which is sharded later; wrapped modules inside it become parts of the same model. Not collective.
 
@@ -174,15 +180,9 @@ def own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def is_pending(module: nn.Module) -> bool:
-    """Return True if a wrapped module is not sharded yet."""
-    return engine_of(root_of(module)) is None and not is_closed(module)
-
-
-def is_closed(module: nn.Module) -> bool:
-    """Return True if a wrapped module was sharded and is plain again after ``engine.close()``."""
+    """Return True if a wrapped module is not sharded yet. It is not pending after ``engine.close()``, where it is plain again."""
     root = root_of(module)
-    mark = mark_of(root)
-    return mark is not None and mark.was_sharded and engine_of(root) is None
+    return engine_of(root) is None and not mark_on(root).was_sharded
 
 
 def engine_around(module: nn.Module) -> Engine:
@@ -193,9 +193,11 @@ def engine_around(module: nn.Module) -> Engine:
     """
     root = root_of(module)
     engine = engine_of(root)
-    if engine is None and is_closed(module):
+    if engine is not None:
+        return engine
+    if mark_on(root).was_sharded:
         raise ConfigError("engine.close() has made this model a plain one; torch_shard.shard() shards it again.")
-    return _shard(root) if engine is None else engine
+    return _shard(root)
 
 
 _overriding: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}  # noqa: E731
@@ -208,8 +210,7 @@ def override_settings(overriding: Callable[[nn.Module], Mapping[str, Any]]) -> N
 
 
 def _shard(root: nn.Module) -> Engine:
-    mark = mark_of(root)
-    assert mark is not None
+    mark = mark_on(root)
     request = mark.request
     # The user may have registered a wrapper at some of its layer's places only: its parameters would be installed twice.
     auto_wrap.register(root, [m for m in root.modules() if _plain(m) is not m])

@@ -85,8 +85,7 @@ class WrappedModule:
 
 
 def _shard_zeros(module: nn.Module) -> None:
-    mark = deferred_wrap.mark_of(deferred_wrap.root_of(module))
-    assert mark is not None
+    mark = deferred_wrap.mark_on(deferred_wrap.root_of(module))
     request = mark.request
     mark.request = dataclasses.replace(request, init_fn=zeros)
     try:
