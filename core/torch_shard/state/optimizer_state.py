@@ -25,7 +25,7 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
 from .model_state import Mismatches, misplaced
-from .param_names import names_of
+from .param_names import names_by_group, names_of
 
 
 def optim_state_dict(
@@ -101,10 +101,8 @@ def groups_by_name(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], taken: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return an optimizer's groups, as its ``state_dict()`` has them, with names in place of numbers."""
-    return [
-        {**group, "params": [names[id(p)] for p in live["params"]]}
-        for group, live in zip(taken, optimizer.param_groups, strict=True)
-    ]
+    live = names_by_group(optimizer, names)
+    return [{**group, "params": own} for group, own in zip(taken, live, strict=True)]
 
 
 def cut_like(value: Any, param: Any) -> TypeGuard[ShardTensor]:
@@ -152,9 +150,14 @@ def _values_read_alone(params: list[Any], state: Mapping[Any, Any]) -> Iterator[
 
 def complete(given: Any, what: str, rank: int) -> Any:
     """Return a state dict of an optimizer, which must have state and groups."""
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+    if not is_complete(given):
         raise StateDictError(f"rank {rank}: {what}: this rank needs a dict with 'state' and 'param_groups'.")
     return given
+
+
+def is_complete(given: Any) -> bool:
+    """Return True for a state dict of an optimizer, which has state and groups."""
+    return isinstance(given, Mapping) and {"state", "param_groups"} <= set(given)
 
 
 OTHER = "other_state"
@@ -442,7 +445,7 @@ def mismatches(
     runtime: Runtime, optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
 ) -> Mismatches:
     """Return what of full state by name does not fit the optimizer. Not collective."""
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+    if not is_complete(given):
         return Mismatches([], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)'])
     problems: list[str] = []
     missing: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ..runtime.runtime import Runtime
 from ..unit.unit import Unit
 from ..utils.patterns import without_wrappers
 
-__all__ = ["named_params", "names_by_id", "names_of"]
+__all__ = ["named_params", "names_by_group", "names_by_id", "names_of"]
 
 
 def named_params(units: Iterable[Unit], model: nn.Module | None) -> dict[str, Any]:
@@ -37,6 +37,11 @@ def named_params(units: Iterable[Unit], model: nn.Module | None) -> dict[str, An
 def names_by_id(units: Iterable[Unit], model: nn.Module | None) -> dict[int, str]:
     """Return the name that :func:`named_params` has for each parameter, by the parameter's id; the first of several."""
     return {id(p): name for name, p in reversed(named_params(units, model).items())}
+
+
+def names_by_group(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names, which are given by id, of the parameters in each of an optimizer's groups."""
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def names_of(

@@ -166,13 +166,12 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    version, by = 0, "?"
     try:
         outer = json.loads(raw)
         inner = outer["manifest"]
         if inner["format"] != FORMAT:
             raise ValueError(f"its format is {inner['format']!r}")
-        version, by = int(inner["version"]), inner.get("torch_shard", by)
+        version, by = int(inner["version"]), inner.get("torch_shard", "?")
         if version <= VERSION:
             return _manifest_of(raw, outer["crc32"], inner)
     except Exception as error:

@@ -75,7 +75,7 @@ class TorchFileWriter:
     def __init__(self, path: str | os.PathLike[str], structure: Any) -> None:
         self.path = os.fspath(path)
         found = _Pickler(structure)
-        self._missing = {id(slot): (number, slot) for number, slot in enumerate(found.slots)}
+        self._missing = dict(found.numbers)
         self._file = open(self.path, "wb")  # noqa: SIM115 - closed by close or abandon
         self._archive = zipfile.ZipFile(self._file, "w")
         try:
@@ -98,21 +98,20 @@ class TorchFileWriter:
             ConfigError: another slot, shape or dtype.
             OSError: the disk is full, for instance.
         """
-        if id(slot) not in self._missing:
+        if slot not in self._missing:
             raise ConfigError(f"{self.path}: {slot} is not in the file's structure, or was written before.")
         if tensor.shape != slot.shape or tensor.dtype != slot.dtype:
             raise ConfigError(f"{self.path}: {slot} was given a tensor {tuple(tensor.shape)}, {tensor.dtype}.")
-        number, _ = self._missing[id(slot)]
         tensor = row_major(tensor)
         with naming(self.path):
-            member, is_large = zipfile.ZipInfo(f"archive/data/{number}"), slot.nbytes >= _LARGE
+            member, is_large = zipfile.ZipInfo(f"archive/data/{self._missing[slot]}"), slot.nbytes >= _LARGE
             start = self._file.tell() + _HEADER + len(member.filename) + is_large * _WIDE + _FIELD
             padding = -start % ALIGNMENT  # so that the values can be mapped
             member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
             with self._archive.open(member, "w", force_zip64=is_large) as out:
                 for block in blocks_of(tensor):
                     out.write(block)
-        del self._missing[id(slot)]
+        del self._missing[slot]
 
     def close(self) -> None:
         """Write the archive's directory and make the file durable.
@@ -122,7 +121,7 @@ class TorchFileWriter:
             OSError: the disk is full, for instance.
         """
         if self._missing:
-            _, first = next(iter(self._missing.values()))
+            first = next(iter(self._missing))
             raise ConfigError(f"{self.path}: {len(self._missing)} slots were not written, the first one is {first}.")
         with naming(self.path), self._file:
             self._archive.close()
@@ -236,7 +235,7 @@ class _Pickler(pickle.Pickler):
 
     Attributes:
         content: the pickle.
-        slots: the structure's slots, in the order of their numbers.
+        numbers: the structure's slots with their numbers, in order.
         real: real tensors in the structure, with the slots that were made for them.
     """
 
@@ -244,9 +243,8 @@ class _Pickler(pickle.Pickler):
         """Pickle `structure`. With `trial` each tensor has one element of memory only, however large it is."""
         file = io.BytesIO()
         super().__init__(file, protocol=2)
-        self.slots: list[Slot] = []
+        self.numbers: dict[Slot, int] = {}
         self.real: list[tuple[Slot, torch.Tensor]] = []
-        self._numbers: dict[int, int] = {}
         self._same: dict[Any, Slot] = {}
         self._trial = trial
         self.dump(structure)
@@ -279,9 +277,7 @@ class _Pickler(pickle.Pickler):
     def _reduced(self, slot: Slot) -> Any:
         """Reduce a slot as an empty tensor of its dtype is reduced, but with other memory, shape and strides."""
         function, (storage, offset, _shape, _stride, *rest) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
-        number = self._numbers.setdefault(id(slot), len(self.slots))
-        if number == len(self.slots):
-            self.slots.append(slot)
+        number = self.numbers.setdefault(slot, len(self.numbers))
         numel = 1 if self._trial else slot.shape.numel()
         kind = torch.UntypedStorage  # of newer dtypes, with a size in bytes
         if isinstance(storage, torch.TypedStorage):

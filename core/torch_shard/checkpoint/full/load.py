@@ -21,7 +21,7 @@ from ...optim.checks import state_dtype
 from ...optim.engines_of_optimizer import params_of
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state, optimizer_state
-from ...state.param_names import names_of
+from ...state.param_names import names_by_group, names_of
 from ..mismatches import OF_THIS, check_dtype, wrong_dtype
 from ..ports import EnginePort
 from ..sharded.entries import EXTRA, OPTIMIZER, Optimizers, optimizers_of
@@ -135,7 +135,7 @@ class FullLoad:
             saved = saved[number] if len(saved) == len(held) else None
         elif len(held) > 1:
             saved = _share(saved, number, [len(own.param_groups) for own in held])
-        return saved if isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved) else None
+        return saved if optimizer_state.is_complete(saved) else None
 
     def compare(self) -> None:
         """Raise a StateDictError that lists all mismatches, if there are any."""
@@ -189,7 +189,7 @@ def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] 
 
     `counts` are the optimizers' numbers of groups. None if the groups or the state can't be divided.
     """
-    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+    if not optimizer_state.is_complete(saved):
         return None
     groups, state = saved["param_groups"], saved["state"]
     listed = {key for group in groups for key in group["params"]}
@@ -207,7 +207,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
     Numbers stand for the parameters in the order of the groups, as in torch.
     """
     state, groups = given["state"], given["param_groups"]
-    live = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    live = names_by_group(optimizer, names)
     listed = [key for group in groups for key in group["params"]]
     if all(isinstance(key, int) for key in listed):
         # A group that has more parameters than here does not shift the groups behind it.

@@ -97,7 +97,10 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
         raise CheckpointError(f"there is no checkpoint at {found}.")
     if found.name.endswith(INDEX):
         return _open_index(found)
-    return _open_safetensors(found) if format_of(found) == "safetensors" else _open_torch(found)
+    if format_of(found) == "safetensors":
+        values, tied = _mapped(found)
+        return FullFile(found, "safetensors", values, (found,), tied)
+    return _open_torch(found)
 
 
 def format_of(path: Path) -> str | None:
@@ -189,11 +192,6 @@ def _loaded(path: Path) -> Any:
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
-
-
-def _open_safetensors(path: Path) -> FullFile:
-    values, tied = _mapped(path)
-    return FullFile(path, "safetensors", values, (path,), tied)
 
 
 def _open_index(path: Path) -> FullFile:

@@ -78,7 +78,7 @@ def save_full(
             def write() -> None:
                 for output in outputs:
                     for slot, tensor in values():
-                        output.write(saved.keys.get(id(slot), slot), tensor)
+                        output.write(saved.keys.get(slot, slot), tensor)
 
             nonlocal step
             step += 1
@@ -106,7 +106,7 @@ class _Contents:
     """The contents of a full checkpoint.
 
     Attributes:
-        keys: the names under which safetensors files hold the slots' tensors, by the slots' ids.
+        keys: the names under which safetensors files hold the slots' tensors, by slot.
     """
 
     def __init__(self, engine: EnginePort, optimizers: Optimizers, extra: Any, dtype: torch.dtype | None) -> None:
@@ -119,7 +119,7 @@ class _Contents:
         self.extra = extra if runtime.collectives.world_rank == 0 else None
         self.has_extra = extra is not None
         self.key = (self.model.key, [where for where, _ in self.entries], [stream.key for stream in self.optimizers])
-        self.keys: dict[int, str] = {}
+        self.keys: dict[Slot, str] = {}
 
     def refuse_for_safetensors(self) -> None:
         """Raise if there is anything but the model's tensors."""
@@ -164,6 +164,6 @@ class _Contents:
         entries: dict[str, tuple[torch.Size, torch.dtype]] = {}
         tied: dict[str, str] = {}
         for name, (slot, names) in zip(kept, self.model.slots, strict=True):
-            self.keys[id(slot)], entries[name] = name, (slot.shape, slot.dtype)
+            self.keys[slot], entries[name] = name, (slot.shape, slot.dtype)
             tied.update((other, name) for other in names if other != name)
         return safetensors_output(target, nonce, entries, tied, limit)

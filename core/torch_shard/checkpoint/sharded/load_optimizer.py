@@ -14,6 +14,7 @@ from ...optim.matrix import state as matrix_state
 from ...optim.registry import counters_in
 from ...state import optimizer_state
 from ...state.model_state import Mismatches
+from ...state.param_names import names_by_group
 from ..full.load import by_name, converted
 from ..mismatches import wrong_dtype
 from .checkpoint_dir import Checkpoint
@@ -82,8 +83,7 @@ class OptimizerLoad:
         if self.saved is None:
             found.missing.append(f"{self.what} (the checkpoint has no such optimizer state)")
             return
-        live = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        given = self.saved.as_saved(live, known)
+        given = self.saved.as_saved(names_by_group(self.optimizer, self.names), known)
         if not self.alone:  # the rest is other optimizers'
             own_keys = {*self.names.values(), *(p for group in given["param_groups"] for p in group["params"])}
             given["state"] = {key: own for key, own in given["state"].items() if key in own_keys}

@@ -13,6 +13,7 @@ import torch
 
 from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
+from ...state.param_names import names_by_group
 from ..ports import EnginePort
 from .checkpoint_dir import Checkpoint
 from .entries import EXTRA, EXTRA_SHARDS, MODEL, MODELS, OPTIMIZER, Source, param_names, sources_of
@@ -120,8 +121,7 @@ class _Reading:
         for own in self.optimizers if self.with_state else ():
             own.names = [list(self.params)]
         for own, optimizer in zip(self.optimizers, optimizers, strict=False):
-            names = param_names(sources, optimizer)
-            own.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            own.names = names_by_group(optimizer, param_names(sources, optimizer))
 
     def read(self) -> Contents:
         """Read the contents."""

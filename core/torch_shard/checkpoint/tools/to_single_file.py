@@ -39,7 +39,7 @@ def write_torch(
     slots = Slots()
     structure = torch_structure(parts, slots, opened.module_versions)
     with torch_output(target, secrets.token_hex(8), structure) as output:
-        for slot, stored in slots.of:
+        for slot, stored in slots.of.values():
             output.write(slot, stored.read())
             progress(stored.nbytes)
         output.commit()

@@ -23,12 +23,11 @@ class Slots:
     """Slots for stored tensors; tied tensors share a slot.
 
     Attributes:
-        of: the slots, each with the tensor that has to be written, in order.
+        of: the slots, each with the tensor that has to be written, in order, by the tensor's place.
     """
 
     def __init__(self) -> None:
-        self.of: list[tuple[Slot, Stored]] = []
-        self._known: dict[Any, Slot] = {}
+        self.of: dict[Any, tuple[Slot, Stored]] = {}
 
     def fill(self, tree: Any) -> Any:
         """Return nested values with slots in place of tensors."""
@@ -36,10 +35,8 @@ class Slots:
         def slot(leaf: Any) -> Any:
             if not isinstance(leaf, Stored):
                 return leaf
-            if leaf.place not in self._known:
-                self._known[leaf.place] = Slot(leaf.shape, leaf.dtype)
-                self.of.append((self._known[leaf.place], leaf))
-            return self._known[leaf.place]
+            found, _ = self.of.setdefault(leaf.place, (Slot(leaf.shape, leaf.dtype), leaf))
+            return found
 
         return map_leaves(tree, slot)
 
