@@ -26,7 +26,7 @@ from ...errors import CheckpointError, ConfigError, UnavailableError
 from .fileio import make_durable, write_durable
 from .mmap_buffer import copied
 
-__all__ = ["INDEX", "SINGLE", "WEIGHTS", "SafetensorsWriter", "library", "size_of"]
+__all__ = ["INDEX", "SINGLE", "WEIGHTS", "SafetensorsWriter", "library", "not_held", "size_of"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -53,6 +53,11 @@ def library() -> Any:
             "safetensors files need the safetensors library: pip install torch-shard-engine[safetensors]"
         ) from error
     return safetensors
+
+
+def not_held(name: str, why: str) -> CheckpointError:
+    """Return the error for an entry that the format can't hold. `why` is a clause about the files, and what helps."""
+    return CheckpointError(f'{name} can\'t be saved: safetensors files {why}, or save a torch file (format="torch").')
 
 
 def size_of(given: int | str, what: str = "max_shard_size") -> int:
@@ -98,10 +103,7 @@ class SafetensorsWriter:
         self.folder, self.entries, self.tied = Path(folder), dict(entries), dict(tied)
         self._library = library()
         if _METADATA in (*self.entries, *self.tied):
-            raise CheckpointError(
-                f"{_METADATA} can't be saved: safetensors files have an entry of their own of this name. Rename it, or save a "
-                'torch file (format="torch").'
-            )
+            raise not_held(_METADATA, "have an entry of their own of this name. Rename it")
         self._refuse_dtypes()
         self.files = _divided(self.entries, max_shard_size, single)
         self._left = dict(self.files)
@@ -113,10 +115,7 @@ class SafetensorsWriter:
                 self._library.torch.load(self._library.torch.save({"x": torch.empty(0, dtype=dtype)}))
             except Exception as error:
                 name = next(name for name, (_, found) in self.entries.items() if found == dtype)
-                raise CheckpointError(
-                    f"{name} can't be saved: safetensors files can't hold {dtype}. Convert it, or save a torch file "
-                    '(format="torch").'
-                ) from error
+                raise not_held(name, f"can't hold {dtype}. Convert it") from error
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor, and write the file that it completes. Call it once for each entry, file after file.

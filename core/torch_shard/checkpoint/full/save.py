@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ...comm.collective_steps import broadcast, each
-from ...errors import CheckpointError, ConfigError
+from ...errors import ConfigError
 from ...state import model_state
 from ..format.atomic_directory import target_of
 from ..format.mmap_buffer import buffer
-from ..format.safetensors import size_of
+from ..format.safetensors import not_held, size_of
 from ..format.torch_file import Slot, check_loadable
 from ..mismatches import check_dtype
 from ..ports import EnginePort
@@ -130,10 +130,7 @@ class _Contents:
             )
         for name, value in self.model.structure.items():
             if not isinstance(value, Slot):
-                raise CheckpointError(
-                    f"{name} can't be saved: safetensors files hold tensors only, and this is {type(value).__name__}. Save a "
-                    'torch file (format="torch").'
-                )
+                raise not_held(name, f"hold tensors only, and this is {type(value).__name__}. Leave it out")
 
     def torch_output(self, target: Path, nonce: str, limit: int) -> contextlib.AbstractContextManager[Output]:
         """Return the output for a torch file, whose size has no limit. Call it on rank 0, after the optimizers' describe()."""

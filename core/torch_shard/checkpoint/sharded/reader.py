@@ -115,16 +115,13 @@ def read_items(
     for read in items:
         index = read.storage_index
         info = metadata.storage_data.get(index)
-        if info is None:
-            raise CheckpointError(
-                f"{folder}: {index.fqn} is not complete: no file has its part at {index.offset}. Use another checkpoint."
-            )
-        record = manifest.files.get(info.relative_path)
+        record = None if info is None else manifest.files.get(info.relative_path)
         offsets = None if read.type == LoadItemType.BYTE_IO or index.offset is None else tuple(index.offset)
         item = None if record is None else record.places.get((index.fqn, offsets))
-        if item is None:
+        if info is None or item is None:
             raise CheckpointError(
-                f"{folder}: {METADATA} has {index.fqn} in {info.relative_path}, and {MANIFEST} does not. Use another checkpoint."
+                f"{folder}: {index.fqn} is not complete: {METADATA} and {MANIFEST} know no file that has its part at "
+                f"{index.offset}. Use another checkpoint."
             )
         wanted.setdefault(info.relative_path, []).append((item, read))
     # One file after the other, and each from front to back.
