@@ -132,7 +132,7 @@ class DiskStore:
 
         Raises:
             DiskError: a transfer failed before; the message names the tensor. What is in the tensors stays readable.
-            ValueError: a tensor is not of this store.
+            KeyError: a tensor is not of this store.
         """
         found = self._find(tensors)
         for mapping in found:
@@ -189,15 +189,9 @@ class DiskStore:
         self._check()
         found: dict[_Mapping, Any] = {}
         for tensor in tensors:
-            if tensor.numel() == 0:
-                continue
-            storage = tensor.untyped_storage()
-            mapping = self._mappings.get(storage)
-            if mapping is None:
-                raise ValueError(
-                    f"a tensor of shape {tuple(tensor.shape)} was not allocated by the store in {self.directory}"
-                )
-            found[mapping] = storage
+            if tensor.numel():
+                storage = tensor.untyped_storage()
+                found[self._mappings[storage]] = storage
         return found
 
     def _each(self, found: dict[_Mapping, Any], work: Callable[[_Mapping], None], what: str) -> None:

@@ -66,10 +66,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = _CLASSES.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None)
-            if not isinstance(found, torch.dtype):
-                found = None
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
         if found is None:
             raise CheckpointError(
                 f"{self._path} asks for {module}.{name}, which no checkpoint's metadata needs: it was refused, and nothing was "
@@ -77,11 +75,6 @@ class _Unpickler(pickle.Unpickler):
                 "such objects in it needs torch.distributed.checkpoint.load itself."
             )
         return found
-
-    def persistent_load(self, pid: Any) -> Any:
-        raise CheckpointError(
-            f"{self._path} refers to data outside itself, which no checkpoint's metadata does: refused."
-        )
 
 
 def load_metadata(file: IO[bytes], path: str) -> Metadata:
