@@ -25,12 +25,10 @@ from ...state.param_names import names_by_group, names_of
 from ..mismatches import OF_THIS, check_dtype, wrong_dtype
 from ..ports import EnginePort
 from ..sharded.entries import EXTRA, OPTIMIZER, Optimizers, optimizers_of
-from ..sharded.entry_tree import MODEL_KEYS, unwrapped
+from ..sharded.entry_tree import MODEL_KEYS, OPTIMIZER_KEYS, unwrapped
 from .open_files import FullFile, open_full, refuse_damaged
 
 __all__ = ["FullLoad", "by_name", "converted", "load_full", "named_values"]
-
-_OPTIMIZERS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim")
 
 
 def load_full(
@@ -80,7 +78,7 @@ def recognised(file: FullFile, keys: Iterable[str]) -> tuple[Mapping[str, Any], 
     found = max(places, key=lambda name: _matches(values[name], known), default=None)  # the first of equals
     if found is None or _matches(values, known) > _matches(values[found], known):
         return values, None, None
-    optimizer = next((values[key] for key in _OPTIMIZERS if key in values), None)
+    optimizer = next((values[key] for key in OPTIMIZER_KEYS if key in values), None)
     return values[found], optimizer, values.get(EXTRA)
 
 

@@ -23,6 +23,7 @@ from .entries import MODEL, MODELS, OPTIMIZER
 
 __all__ = [
     "MODEL_KEYS",
+    "OPTIMIZER_KEYS",
     "WRAPPERS",
     "SavedOptimizer",
     "Stored",
@@ -47,6 +48,9 @@ WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.
 
 MODEL_KEYS = (MODEL, "state_dict", "model_state_dict")
 """The keys under which tools keep a model's state dict beside other entries."""
+
+OPTIMIZER_KEYS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
+"""The keys under which tools keep optimizers' state beside other entries of a file."""
 
 _OPTIMIZERS = ((OPTIMIZER,), ("optim",), ("app", "optim"), ("app", "optimizer"))
 

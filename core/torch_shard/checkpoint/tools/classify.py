@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..sharded.entries import EXTRA, EXTRA_SHARDS, MODELS, OPTIMIZER
 from ..sharded.entry_tree import (
+    OPTIMIZER_KEYS,
     WRAPPERS,
     SavedOptimizer,
     Stored,
@@ -36,14 +37,12 @@ __all__ = [
     "merged",
     "named_entries",
     "parts_of",
+    "remove_wrappers",
     "title",
-    "without_wrappers",
 ]
 
 LIGHTNING = "pytorch-lightning_version"
 """The key by which Lightning's checkpoints are recognised."""
-
-_OPTIMIZERS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
 
 
 @dataclass
@@ -151,7 +150,7 @@ def _is_extra_state(name: Any) -> bool:
 
 def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Take the optimizers out of the tree, and yield them with their names."""
-    for key in _OPTIMIZERS:
+    for key in OPTIMIZER_KEYS:
         if key not in tree:
             continue
         value = tree[key]
@@ -281,7 +280,7 @@ def _walk(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], A
         yield path, tree
 
 
-def without_wrappers(parts: Parts) -> None:
+def remove_wrappers(parts: Parts) -> None:
     """Remove the prefix of DDP or torch.compile from all names, if all of the model's names have it."""
     for wrapper in sorted(filter(None, WRAPPERS), key=len, reverse=True):
         if parts.model and all(str(name).startswith(wrapper) for name in parts.model):

@@ -10,7 +10,7 @@ import torch
 
 from ..format.mmap_buffer import bytes_of, row_major
 from ..sharded.entry_tree import SavedOptimizer, Stored
-from .classify import Parts, merged, named_entries, title, without_wrappers
+from .classify import Parts, merged, named_entries, remove_wrappers, title
 from .torch_layout import numbered
 
 __all__ = ["Difference", "aligned", "compare", "differing"]
@@ -48,7 +48,7 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[
     """
     for parts, other in ((a, b), (b, a)):
         if parts.model and other.model and not parts.model.keys() & other.model.keys():
-            without_wrappers(parts)
+            remove_wrappers(parts)
         if parts.extra is None and isinstance(other.extra, dict):
             parts.extra = {key: parts.other.pop(key) for key in list(parts.other) if key in other.extra} or None
         if parts.listed and other.optimizers.keys() == {""}:  # as the sharded format has a list
