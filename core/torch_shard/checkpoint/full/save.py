@@ -67,8 +67,11 @@ def save_full(
 
         def begin() -> torch.Tensor:
             if first:
-                opened = saved.torch_output if chosen == "torch" else saved.safetensors_output
-                outputs.append(stack.enter_context(opened(target, nonce, limit)))
+                is_torch = chosen == "torch"
+                opened = (
+                    saved.torch_output(target, nonce) if is_torch else saved.safetensors_output(target, nonce, limit)
+                )
+                outputs.append(stack.enter_context(opened))
             return buffer(max(part.nbytes for part in saved.streams), runtime.collectives.device)
 
         memory = each(runtime, what, begin, nonce=f"{nonce}/begin")
@@ -132,8 +135,8 @@ class _Contents:
             if not isinstance(value, Slot):
                 raise not_held(name, f"hold tensors only, and this is {type(value).__name__}. Leave it out")
 
-    def torch_output(self, target: Path, nonce: str, limit: int) -> contextlib.AbstractContextManager[Output]:
-        """Return the output for a torch file, whose size has no limit. Call it on rank 0, after the optimizers' describe()."""
+    def torch_output(self, target: Path, nonce: str) -> contextlib.AbstractContextManager[Output]:
+        """Return the output for a torch file. Call it on rank 0, after the optimizers' describe()."""
         model, states = self.model.structure, [stream.structure for stream in self.optimizers]
         for name, value in model.items():
             if not isinstance(value, Slot):

@@ -63,7 +63,7 @@ class ModelStream:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of the largest buffer that is gathered."""
+        """The size in bytes of the largest buffer that is gathered."""
         flats = [flat for unit in self.runtime.units for flat in unit.flats]
         return max((flat.layout.numel * flat.shard.dtype.itemsize for flat in flats), default=0)
 
@@ -136,7 +136,7 @@ class OptimizerStream:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of the largest buffer that is gathered."""
+        """The size in bytes of the largest buffer that is gathered."""
         batches = self._cut.batches
         return max(
             (b.flat.layout.numel * s.dtype.itemsize for b in batches for s in b.shards if s is not None), default=0
