@@ -376,10 +376,15 @@ def load_by_name(
         change(given["state"])
         load_by_number(optimizer, given)
     except Exception as error:
-        raise StateDictError(
-            f"{type(optimizer).__name__} could not be loaded, but the parameters have been; load again before training goes on: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise failed_optimizer(type(optimizer).__name__, error) from error
+
+
+def failed_optimizer(what: str, error: Exception) -> StateDictError:
+    """Return the error for an optimizer, or a user's hook of one, that has raised `error` when it was loaded after the model."""
+    return StateDictError(
+        f"{what} could not be loaded, but the parameters have been; load again before training goes on: {type(error).__name__}: "
+        f"{error}"
+    )
 
 
 def groups_by_number(

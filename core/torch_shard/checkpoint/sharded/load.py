@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from ...comm.collective_steps import broadcast, each, uncollected
-from ...errors import CheckpointError, StateDictError
+from ...errors import CheckpointError
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ...state.model_state import Mismatches
+from ...state.optimizer_state import failed_optimizer
 from ...utils.patterns import without_wrappers
 from ..full.load import load_full
 from ..full.open_files import is_full
@@ -201,11 +202,8 @@ class _Load:
         for part in self.optimizers:
             try:
                 part.apply(self.known)
-            except Exception as error:  # the optimizer's own load_state_dict, or the user's hooks of it
-                raise StateDictError(
-                    f"{self.checkpoint.folder}: {part.what} could not be loaded, but the parameters have been; load again before "
-                    f"training goes on: {type(error).__name__}: {error}"
-                ) from error
+            except Exception as error:
+                raise failed_optimizer(f"{self.checkpoint.folder}: {part.what}", error) from error
 
 
 def _own_places(model: SavedModel) -> frozenset[str]:
