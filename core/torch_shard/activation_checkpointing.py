@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .config.checks import checked_modules
 from .config.shard_config import Units
 from .errors import ConfigError
 from .plan.layer_selection import classes_named, outermost, repeated_layers
+from .schedule.kept_inputs import checkpoint_keeping
 from .utils.layer_caches import without_cache
 
 __all__ = [
@@ -166,9 +167,8 @@ class _Recomputed:
         kwargs = without_cache(layer, kwargs)
         if self.offload is None:
             return checkpoint(functools.partial(self.forward, **kwargs), *args, use_reentrant=False)
-        if torch.compiler.is_compiling():
-            return _offloaded_uncompiled(self.offload, self.forward, args, kwargs)
-        return _offloaded(self.offload, self.forward, args, kwargs)
+        call = _offloaded_uncompiled if torch.compiler.is_compiling() else checkpoint_keeping
+        return call(self.offload, self.forward, args, kwargs)
 
     @property
     def in_plain_module(self) -> Any:
@@ -187,22 +187,8 @@ def _set_forward(layer: nn.Module, forward: Any) -> None:
         layer.__dict__.pop("forward", None)
 
 
-def _offloaded(offload: ActivationOffload, forward: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # A checkpoint keeps positional arguments by saving them; those with a name it keeps as they are.
-    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and offload.moves(value)]
-    rest = {name: value for name, value in kwargs.items() if name not in names}
-    call = functools.partial(_with_names, forward, names, rest)
-    with offload.inputs():
-        return checkpoint(call, *args, *(kwargs[name] for name in names), use_reentrant=False)
-
-
-def _with_names(forward: Any, names: Sequence[str], rest: Mapping[str, Any], *given: Any) -> Any:
-    first = len(given) - len(names)
-    return forward(*given[:first], **dict(zip(names, given[first:], strict=True)), **rest)
-
-
 # Like `forward_hooks.uncompiled`, this uses private names of torch (2.13).
-_offloaded_uncompiled: Any = torch._disable_dynamo(_offloaded)  # type: ignore[attr-defined]
+_offloaded_uncompiled: Any = torch._disable_dynamo(checkpoint_keeping)  # type: ignore[attr-defined]
 _offloaded_uncompiled._torchdynamo_disable = True
 _offloaded_uncompiled._torchdynamo_disable_msg = (
     "activation_offload: compiled code keeps the inputs of layers itself, so that these layers run between graphs. Leave out "

@@ -21,7 +21,6 @@ Without a GPU the same copies are made between two places in host memory.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ from .comm.streams import streams_of
 from .config.offload import MIN_ACTIVATION_BYTES
 from .errors import ConfigError, ShardError
 from .offload.host_buffers import HostBuffer, HostBuffers
+from .schedule.kept_inputs import HostCopy, KeptInputs, OnDevice
 from .shard_tensor.unsharded_param import is_of_unit
-from .utils.autograd_private import graph_task, saved_tensors_hooks
 
 __all__ = ["MIN_BYTES", "ActivationOffload"]
 
@@ -39,7 +38,7 @@ MIN_BYTES = MIN_ACTIVATION_BYTES
 """Smaller tensors stay on the device by default."""
 
 
-class ActivationOffload:
+class ActivationOffload(KeptInputs["_OnDevice"]):
     """Copies what autograd keeps to host memory, and back ahead of backward. One for a model, and not between threads.
 
     For checkpoints of one's own, of either kind; ``activation_offload=`` of the front ends, and
@@ -73,13 +72,9 @@ class ActivationOffload:
     def __init__(self, min_bytes: int = MIN_BYTES) -> None:
         if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 1:
             raise ConfigError(f"min_bytes must be a positive number of bytes, not {min_bytes!r}.")
-        self.min_bytes = min_bytes
-        self.copied_out = self.copied_back = self.late = 0
+        super().__init__(min_bytes)
+        self.copied_out = self.copied_back = 0
         self._devices: dict[torch.device, _Device] = {}
-        # All references are weak: the graph alone holds what is kept, so that nothing is left of a graph that is dropped.
-        self._copies: weakref.WeakValueDictionary[Any, _Copy] = weakref.WeakValueDictionary()
-        self._on_device: list[weakref.ref[_Copy]] = []
-        self._last: weakref.ref[_Call] | None = None
 
     def __reduce__(self) -> Any:
         return ActivationOffload, (self.min_bytes,)
@@ -108,35 +103,12 @@ class ActivationOffload:
         Raises (in backward):
             ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises an error then, too.
         """
-        if graph_task() != -1 or saved_tensors_hooks(True) is not None:
-            return contextlib.nullcontext()
-        self._let_go()
-        call = _Call(self)
-        return torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack)
+        return self.hooks()
 
-    def _let_go(self) -> None:
-        """Free the device memory of tensors that have been copied to the host."""
-        on_device, self._on_device = self._on_device, []
-        for ref in on_device:
-            copy = ref()
-            if copy is not None:
-                copy.let_go()
-
-    def _copy(self, tensor: torch.Tensor) -> _Copy | None:
-        """Return a tensor's copy on the host, which may still be under way; None where the tensor stays on the device."""
-        if not self.moves(tensor):
-            return None
-        storage, version = tensor.untyped_storage(), tensor._version
-        key = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), version)
-        copy = self._copies.get(key)
-        # The address may belong to other memory by now.
-        if copy is None or copy.storage() is not storage:
-            copy = _Copy(self, tensor, storage, version)
-            self._copies[key] = copy
-            self.copied_out += copy.nbytes
-        elif copy.source is None:
-            copy.stay(tensor, version)
-        self._on_device.append(weakref.ref(copy))
+    def _new_copy(self, tensor: torch.Tensor) -> _Copy:
+        """Start to copy a tensor to the host."""
+        copy = _Copy(self, tensor)
+        self.copied_out += copy.nbytes
         return copy
 
     def moves(self, tensor: torch.Tensor) -> bool:
@@ -146,11 +118,9 @@ class ActivationOffload:
             type(tensor) is torch.Tensor
             and tensor.layout == torch.strided
             and tensor.device.type != "meta"
-            and tensor.nbytes >= self.min_bytes
-            and not (tensor.requires_grad and tensor.is_leaf)  # the user's own, who keeps it
+            and super().moves(tensor)
             and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
             and not is_of_unit(tensor)
-            and _is_dense(tensor)
             and not streams_of(tensor.device).is_capturing()
         )
 
@@ -169,11 +139,12 @@ class _Device:
         self.out, self.back = self.streams.new(), self.streams.new()
 
 
-class _OnDevice:
+class _OnDevice(OnDevice):
     """Memory on the device that a side stream reads (a tensor being copied out) or writes (one coming back)."""
 
     def __init__(self, tensor: torch.Tensor, version: int, event: Any, stream: Any) -> None:
-        self.tensor, self.version, self.event, self.stream = tensor, version, event, stream
+        super().__init__(tensor)
+        self.version, self.event, self.stream = version, event, stream
         self.waited = event is None
 
     @property
@@ -195,15 +166,13 @@ class _OnDevice:
             self.tensor.record_stream(self.stream)
 
 
-class _Copy:
+class _Copy(HostCopy[_OnDevice]):
     """The values of one tensor on the host."""
 
-    def __init__(
-        self, offload: ActivationOffload, tensor: torch.Tensor, storage: torch.UntypedStorage, version: int
-    ) -> None:
+    def __init__(self, offload: ActivationOffload, tensor: torch.Tensor) -> None:
         self.offload = offload
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.storage, self.was_changed = weakref.ref(storage), False
+        self.was_changed = False
         self.nbytes = tensor.nbytes
         self.own = offload._device(self.device)
         self.buffer: HostBuffer = self.own.pool.take(self.nbytes)
@@ -212,8 +181,7 @@ class _Copy:
             source = tensor.detach()  # without the graph; its version is still the tensor's
             event = self._run(self.own.out, self.host, _flat(source))
         # Keeps the memory until compute waits for the copy.
-        self.source: _OnDevice | None = _OnDevice(source, version, event, self.own.out)
-        self.live: weakref.ref[_OnDevice] = weakref.ref(self.source)
+        super().__init__(tensor.untyped_storage(), _OnDevice(source, source._version, event, self.own.out))
 
     def __del__(self) -> None:
         if hasattr(self, "host"):  # else there was no memory for it
@@ -231,111 +199,32 @@ class _Copy:
             self.buffer.event = streams.record()
         return self.buffer.event
 
-    def on_device(self) -> tuple[_OnDevice, bool]:
-        """Return the values on the device, which may be on their way, and True if a copy had to be started for this."""
-        there = self.source or self.live()
-        if there is not None:
-            return there, False
+    def copy_back(self) -> _OnDevice:
         with torch.no_grad():
             # Memory of the stream that computes, to which it goes back; the copy waits for those who had it before.
             tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             event = self._run(self.own.back, _flat(tensor), self.host)
-        there = _OnDevice(tensor, tensor._version, event, self.own.back)
-        self.live = weakref.ref(there)
         self.offload.copied_back += self.nbytes
-        return there, True
+        return _OnDevice(tensor, tensor._version, event, self.own.back)
 
-    def stay(self, tensor: torch.Tensor, version: int) -> None:
-        """Keep the tensor on the device while another layer that takes it runs: backward may begin at that layer."""
-        self.source = _OnDevice(tensor.detach(), version, None, None)
-        self.live = weakref.ref(self.source)
+    def resident(self, tensor: torch.Tensor) -> _OnDevice:
+        return _OnDevice(tensor, tensor._version, None, None)
 
     def let_go(self) -> None:
-        """Drop the tensor of which this is the copy."""
         if self.source is not None:
             # Compute has not waited for the copy so far: it may hold either value.
             self.was_changed |= self.source.was_changed
-            self.source.wait()
-            self.source = None
+        super().let_go()
 
-
-class _Kept:
-    """What autograd keeps in place of a tensor."""
-
-    def __init__(self, copy: _Copy) -> None:
-        self.copy = copy
-        self.there: _OnDevice | None = None  # set while it is wanted on the device
-
-    def ask(self) -> bool:
-        """Start to copy the tensor back, unless it is on the device; return True if a copy was started."""
-        if self.there is not None:
-            return False
-        self.there, copied = self.copy.on_device()
-        return copied
-
-    def take(self) -> torch.Tensor:
-        self.ask()
-        there, self.there = self.there, None  # a second backward copies it from the host once more
-        assert there is not None
-        copy = self.copy
-        if copy.was_changed or there.was_changed:
+    def take(self, there: _OnDevice) -> torch.Tensor:
+        if self.was_changed or there.was_changed:
             raise ShardError(
-                f"activation_offload: the input of a checkpointed layer, {copy.dtype} of shape {tuple(copy.shape)}, was changed "
+                f"activation_offload: the input of a checkpointed layer, {self.dtype} of shape {tuple(self.shape)}, was changed "
                 "in place after the layer had it, and backward needs what it was. Change a copy of it (x = x + y in place of "
                 "x += y)."
             )
-        tensor = there.wait()
-        if copy.source is there:
-            copy.source = None  # its memory is backward's now
-        return tensor
-
-
-class _Call:
-    """One call of a checkpoint. All tensors that are kept of it come back together."""
-
-    def __init__(self, offload: ActivationOffload) -> None:
-        self.offload = offload
-        self.kept: list[weakref.ref[_Kept]] = []
-        self.before: weakref.ref[_Call] | None = None
-        self.asked = -1  # by which backward
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        copy = self.offload._copy(tensor)
-        if copy is None:
-            return tensor
-        if not self.kept:
-            self.before, self.offload._last = self.offload._last, weakref.ref(self)
-        kept = _Kept(copy)
-        self.kept.append(weakref.ref(kept))
-        return kept
-
-    def unpack(self, kept: Any) -> torch.Tensor:
-        if not isinstance(kept, _Kept):
-            return kept  # type: ignore[no-any-return]
-        task = graph_task()
-        if task != -1:
-            self.offload.late += self._ask(task)
-            before = None if self.before is None else self.before()
-            if before is not None:
-                before._ask(task)
-        return kept.take()
-
-    def _ask(self, task: int) -> int:
-        """Ask for all tensors that are kept, once in a backward; return how many copies were started."""
-        if self.asked == task:
-            return 0
-        self.asked = task
-        found = [kept for kept in (ref() for ref in self.kept) if kept is not None]
-        return sum(kept.ask() for kept in found)
+        return super().take(there)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements are one block of memory, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    strides = tensor.stride()
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).is_contiguous()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
+from ..schedule.kept_inputs import checkpoint_keeping
 from ..utils.layer_caches import without_cache
 from ..utils.pytree import map_tensors
 from .offloaded_inputs import OffloadedInputs
@@ -125,13 +126,4 @@ def _checkpointed(
     kwargs = without_cache(module, kwargs)
     if offload is None:
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
-    # A checkpoint keeps positional arguments by saving them; those with a name it keeps as they are.
-    moved = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and offload.moves(value)]
-    rest = {name: value for name, value in kwargs.items() if name not in moved}
-
-    def call(*given: Any) -> Any:  # it must not refer to the arguments, which it would keep
-        first = len(given) - len(moved)
-        return forward(*given[:first], **dict(zip(moved, given[first:], strict=True)), **rest)
-
-    with offload.keep():
-        return checkpoint(call, *args, *(kwargs[name] for name in moved), use_reentrant=False)
+    return checkpoint_keeping(offload, forward, args, kwargs)

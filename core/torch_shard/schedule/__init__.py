@@ -1,1 +1,4 @@
-"""Which units are gathered, and when: decisions without tensors, which training and the prediction of its memory both call."""
+"""When units are gathered and reduced, and when inputs of layers are in host memory.
+
+Training and the prediction of its memory both call what stands here, so that they decide alike.
+"""
