@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
+from unittest.mock import patch
 
 import torch
 import torch.utils.data.dataloader as loading
@@ -169,28 +170,20 @@ def real_tensors() -> Iterator[None]:
 @contextmanager
 def _loading_outside() -> Iterator[None]:
     """Let data be loaded as always: in real tensors, whose values a dataset may need, and by this process itself."""
-
-    def outside(load: Callable[..., Any]) -> Callable[..., Any]:
-        def loaded(self: Any, *args: Any) -> Any:
-            workers = getattr(self, "num_workers", 0)
-            with real_tensors():
-                if isinstance(self, loading.DataLoader):
-                    # A worker would be a copy of this process, where fakes are in the place of tensors.
-                    self.num_workers = 0
-                try:
-                    return load(self, *args)
-                finally:
-                    if isinstance(self, loading.DataLoader):
-                        self.num_workers = workers
-
-        return loaded
-
     iterator: Any = loading._BaseDataLoaderIter
     begin, following = loading.DataLoader.__iter__, iterator.__next__
-    loading.DataLoader.__iter__ = outside(begin)  # type: ignore[method-assign]
-    iterator.__next__ = outside(following)
-    try:
+
+    def begin_outside(loader: loading.DataLoader[Any]) -> Any:
+        # A worker would be a copy of this process, where fakes are in the place of tensors.
+        with real_tensors(), patch.object(loader, "num_workers", 0):
+            return begin(loader)
+
+    def next_outside(batches: Any) -> Any:
+        with real_tensors():
+            return following(batches)
+
+    with (
+        patch.object(loading.DataLoader, "__iter__", begin_outside),
+        patch.object(iterator, "__next__", next_outside),
+    ):
         yield
-    finally:
-        loading.DataLoader.__iter__ = begin  # type: ignore[method-assign]
-        iterator.__next__ = following

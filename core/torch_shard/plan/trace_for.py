@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -71,24 +72,22 @@ def computing_as(
 def _casting(model: nn.Module, plan: Plan, config: ShardConfig) -> Iterator[None]:
     """Let modules have their inputs cast as ``Precision.cast_inputs`` asks for."""
     precision = precision_of(config.precision)
-    modules, handles = dict(model.named_modules(remove_duplicate=False)), []
+    modules = dict(model.named_modules(remove_duplicate=False))
     kept = {module for top in precision.kept_modules(model) for module in top.modules()}
     computes = [p.dtypes.compute for p in plan.params if p.dtypes.casts]
     triggers = {trigger for unit in plan.units for trigger in unit.triggers} if precision.cast_inputs is True else set()
-    for name in {"", *triggers} if precision.cast_inputs and computes else ():
-        module = modules[name]
-        dtype = precision.param_dtype or min(computes, key=lambda each: each.itemsize)
-        if module in kept:
-            dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        hook = functools.partial(_cast_inputs, dtype)
-        handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
-    if precision.output_dtype is not None:
-        handles.append(model.register_forward_hook(functools.partial(_cast_output, precision.output_dtype)))
-    try:
+    with ExitStack() as stack:
+        for name in {"", *triggers} if precision.cast_inputs and computes else ():
+            module = modules[name]
+            dtype = precision.param_dtype or min(computes, key=lambda each: each.itemsize)
+            if module in kept:
+                dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+            hook = functools.partial(_cast_inputs, dtype)
+            stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+        if precision.output_dtype is not None:
+            output_hook = functools.partial(_cast_output, precision.output_dtype)
+            stack.enter_context(model.register_forward_hook(output_hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -105,17 +104,12 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 @contextmanager
 def _recomputed(modules: Iterable[nn.Module], offload: OffloadedInputs | None) -> Iterator[None]:
-    before = [(module, module.__dict__.get("forward")) for module in modules]
-    for module, _ in before:
-        module.forward = functools.partial(_checkpointed, module, module.forward, offload)
-    try:
+    """Let modules recompute what is in them."""
+    with ExitStack() as stack:
+        for module in modules:
+            forward = functools.partial(_checkpointed, module, module.forward, offload)
+            stack.enter_context(patch.object(module, "forward", forward))
         yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 def _checkpointed(

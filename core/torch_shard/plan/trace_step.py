@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -92,11 +93,13 @@ def tracing(
     with ExitStack() as stack:
         stack.callback(fakes.restore)
         fakes.install()
-        stack.enter_context(_foreach_on_fakes())
-        stack.enter_context(_eager_in_libraries())
-        stack.enter_context(_fakes_as_tensors())
+        for types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types):
+            # Torch decides by the type whether multi-tensor kernels take a tensor.
+            types.append(FakeTensor)
+            stack.callback(types.remove, FakeTensor)
+        for replacement in _replacements(recorder):
+            stack.enter_context(replacement)
         stack.enter_context(recorder.hooks())
-        stack.enter_context(_zero_grad_noted(recorder))
         stack.enter_context(mode)
         stack.enter_context(recorder)
         if device == "cuda":
@@ -123,80 +126,42 @@ def explained(error: BaseException, failure: Failure | None) -> TraceError:
     )
 
 
-@contextmanager
-def _zero_grad_noted(recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder of ``zero_grad()``, also where there is no gradient yet, which there is in later steps."""
-
-    def noted(zero_grad: Any, parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
-        def noting(self: Any, set_to_none: bool = True) -> None:
-            if set_to_none:
-                recorder.gradients_cleared(parameters_of(self))
-            zero_grad(self, set_to_none)
-
-        return noting
-
+def _replacements(recorder: Recorder) -> Iterator[AbstractContextManager[Any]]:
+    """Yield contexts in which torch and the libraries that are loaded treat fakes as they treat real tensors."""
     of_optimizer, of_module = torch.optim.Optimizer.zero_grad, nn.Module.zero_grad
-    torch.optim.Optimizer.zero_grad = noted(  # type: ignore[method-assign]
-        of_optimizer, lambda optimizer: (p for group in optimizer.param_groups for p in group["params"])
-    )
-    nn.Module.zero_grad = noted(of_module, nn.Module.parameters)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.optim.Optimizer.zero_grad, nn.Module.zero_grad = of_optimizer, of_module  # type: ignore[method-assign]
+
+    def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+        return (p for group in optimizer.param_groups for p in group["params"])
+
+    yield patch.object(torch.optim.Optimizer, "zero_grad", _noted(recorder, of_optimizer, parameters_of))
+    yield patch.object(nn.Module, "zero_grad", _noted(recorder, of_module, nn.Module.parameters))
+    transformers = sys.modules.get("transformers.utils.import_utils")
+    if hasattr(transformers, "is_fake_tensor"):
+        # By this, transformers (5.24) would take a way that compilers can follow.
+        yield patch.object(transformers, "is_fake_tensor", lambda value: False)
+    # Torch's own are for its own class: they set a storage that fakes of constants can't have, and take no format.
+    yield patch.object(FakeTensor, "__deepcopy__", _copied)
+    yield patch.object(FakeTensor, "__format__", _formatted)
 
 
-# Functions by which libraries tell fake tensors from real ones, to take a way that compilers can follow; transformers 5.24.
-_TELLS_FAKES = (("transformers.utils.import_utils", "is_fake_tensor"),)
+def _noted(recorder: Recorder, zero_grad: Any, parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
+    """Return a ``zero_grad()`` that tells the recorder, also where there is no gradient yet, which there is in later steps."""
+
+    def noting(self: Any, set_to_none: bool = True) -> None:
+        if set_to_none:
+            recorder.gradients_cleared(parameters_of(self))
+        zero_grad(self, set_to_none)
+
+    return noting
 
 
-@contextmanager
-def _eager_in_libraries() -> Iterator[None]:
-    """Let libraries that are loaded take the same way as with real tensors."""
-    before = [
-        (module, name, getattr(module, name))
-        for module, name in ((sys.modules.get(module), name) for module, name in _TELLS_FAKES)
-        if hasattr(module, name)
-    ]
-    for module, name, _ in before:
-        setattr(module, name, lambda value: False)
-    try:
-        yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
+def _copied(self: FakeTensor, memo: dict[int, Any]) -> Any:
+    if id(self) not in memo:
+        copied = self.detach().clone()
+        copied = nn.Parameter(copied, False) if getattr(self, "_is_param", False) else copied
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+    return memo[id(self)]
 
 
-@contextmanager
-def _foreach_on_fakes() -> Iterator[None]:
-    """Let torch choose its multi-tensor kernels for fake tensors as it would for real ones, which it decides by the type."""
-    lists: list[Any] = [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]
-    for types in lists:
-        types.append(FakeTensor)
-    try:
-        yield
-    finally:
-        for types in lists:
-            types.remove(FakeTensor)
-
-
-@contextmanager
-def _fakes_as_tensors() -> Iterator[None]:
-    """Let fakes be copied and printed where torch does for tensors of its own class alone."""
-
-    def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            copied = self.detach().clone()
-            copied = nn.Parameter(copied, False) if getattr(self, "_is_param", False) else copied
-            memo[id(self)] = copied.requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    def formatted(self: FakeTensor, form: str) -> str:
-        return format(self.item(), form) if self.dim() == 0 else object.__format__(self, form)
-
-    FakeTensor.__deepcopy__ = deepcopy  # type: ignore[assignment, method-assign]
-    FakeTensor.__format__ = formatted  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        del FakeTensor.__deepcopy__, FakeTensor.__format__
+def _formatted(self: FakeTensor, form: str) -> str:
+    return format(self.item(), form) if self.dim() == 0 else object.__format__(self, form)
