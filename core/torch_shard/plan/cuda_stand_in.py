@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils.checkpoint import DefaultDeviceType
 
-__all__ = ["CudaStandIn", "Places"]
+from ..utils.autograd_private import graph_task
+from .storages import Storages
+
+__all__ = ["CudaStandIn"]
 
 _aten = torch.ops.aten
 _cuda: Any = vars(torch)["cuda"]  # asked for nothing: what it would say of this machine is replaced
@@ -44,25 +47,15 @@ def _functions(names: Sequence[str]) -> set[Callable[..., Any]]:
     return {function for function in found if function is not None}
 
 
-class Places(Protocol):
-    """Who knows on which device a tensor is meant to be."""
-
-    def place_of(self, tensor: Tensor) -> str:
-        """Return the type of the device, ``"cpu"`` or ``"cuda"``."""
-
-    def placing(self, place: str) -> contextlib.AbstractContextManager[None]:
-        """Put what is allocated in the meantime there."""
-
-
 class CudaStandIn(TorchFunctionMode):
     """While it is entered, the functions of torch treat the tensors that are meant for CUDA as CUDA would.
 
     With `all_on_device` the program names the CPU, and means the device.
     """
 
-    def __init__(self, places: Places, all_on_device: bool = False):
+    def __init__(self, storages: Storages, all_on_device: bool = False):
         super().__init__()
-        self._places = places
+        self._storages = storages
         self._all_on_device = all_on_device
         self._in_float32 = _functions(_FLOAT32)
         self._accumulate_in_float32 = _functions(_ACCUMULATE_IN_FLOAT32)
@@ -95,7 +88,7 @@ class CudaStandIn(TorchFunctionMode):
 
     def _recomputes(self, module: nn.Module, args: object) -> None:
         """Enter it again: autograd runs without such modes, and so would the forwards that checkpoints recompute."""
-        if self._recomputing is None and torch._C._current_graph_task_id() != -1:
+        if self._recomputing is None and graph_task() != -1:
             self._recomputing = module
             self.__enter__()
 
@@ -155,7 +148,7 @@ class CudaStandIn(TorchFunctionMode):
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         other = args[0] if args else kwargs.pop("other", None)
         if isinstance(other, Tensor):
-            return self._moved(tensor, self._places.place_of(other), other.dtype, copy, torch.preserve_format)
+            return self._moved(tensor, self._storages.place_of(other), other.dtype, copy, torch.preserve_format)
         device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
         place = None if device is None else device.type
         return self._moved(tensor, place, dtype, copy, torch.preserve_format if layout is None else layout)
@@ -168,9 +161,9 @@ class CudaStandIn(TorchFunctionMode):
         if self._all_on_device and place is not None:
             # A batch that is a part of a dataset, say, of which nothing else goes to the device.
             return tensor.to(dtype, copy=copy or tensor._is_view(), memory_format=layout)
-        if place in (None, self._places.place_of(tensor)):
+        if place in (None, self._storages.place_of(tensor)):
             return tensor.to(dtype, copy=copy, memory_format=layout)
-        with self._places.placing(str(place)):
+        with self._storages.placing(str(place)):
             moved: Tensor = _aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
         return moved
 

@@ -7,16 +7,30 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from .recorded import Call, Storage
+from ..utils.autograd_private import sequence_number
 from .step_trace import Event, ModuleEnter, ModuleExit
+from .storages import Storage
 
 __all__ = ["ModuleCalls"]
 
 _ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module's forward."""
+
+    module: str
+    number: int
+    outer: int  # the call around it; -1 for none
+    recompute: bool
+    in_backward: bool = False  # its backward has begun
+    last: int = -1  # index of the last event of its backward
 
 
 class ModuleCalls:
@@ -62,7 +76,7 @@ class ModuleCalls:
                 break
 
     def _mark(self, call: int) -> None:
-        self._marks[0].append(torch._C._autograd._get_sequence_nr())
+        self._marks[0].append(sequence_number())
         self._marks[1].append(call)
 
     @property

@@ -53,13 +53,13 @@ class _Copy(HostCopy[_OnDevice]):
     def __init__(self, offload: OffloadedInputs, tensor: torch.Tensor) -> None:
         self._offload = offload
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self._place = Recorder.running().place_of(tensor)
+        self._place = Recorder.running().storages.place_of(tensor)
         self._on_host = self._allocated("cpu")
         source = _OnDevice(tensor.detach(), offload.start("to_host", tensor.nbytes))
         super().__init__(tensor.untyped_storage(), source)
 
     def _allocated(self, place: str) -> torch.Tensor:
-        with Recorder.running().placing(place):
+        with Recorder.running().storages.placing(place):
             return torch.empty_strided(self._shape, self._stride, dtype=self._dtype)
 
     def copy_back(self) -> _OnDevice:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..config.shard_config import ShardConfig
 from ..errors import ShardError, TraceError
+from ..utils.autograd_private import graph_task
 from ..utils.branch import Branch, branch
 from .plan import Plan
 from .step_recorder import Recorder
@@ -139,7 +140,7 @@ class ScriptStep:
         self._waiting.discard(id(optimizer))
 
     def _forward_begins(self, module: nn.Module, args: object) -> None:
-        if id(module) not in self._parts or self._recorder.in_step or torch._C._current_graph_task_id() != -1:
+        if id(module) not in self._parts or self._recorder.in_step or graph_task() != -1:
             return
         if self._is_over:
             self._end()

@@ -1,17 +1,14 @@
 """Writes down what a step on fake tensors does, as it happens.
 
-Torch does likewise in ``torch.distributed._tools.mem_tracker``: a dispatch mode sees every operator, and storages are followed
-by weak references, so that one ends when autograd and the program have let go of it, as memory does in a real step.
+Torch does likewise in ``torch.distributed._tools.mem_tracker``: a dispatch mode sees every operator.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -25,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import TraceError
+from ..utils.autograd_private import graph_task
 from .fake_model import FakeModel
 from .module_calls import ModuleCalls
 from .operator_costs import (
@@ -37,12 +35,10 @@ from .operator_costs import (
     tensors_in,
     workspace_of,
 )
-from .recorded import Segment, Storage
 from .step_trace import (
     Allocation,
     Event,
     FirstUse,
-    Free,
     GradientAccumulated,
     GradientsCleared,
     Kind,
@@ -54,7 +50,8 @@ from .step_trace import (
     PhaseStart,
     StepTrace,
 )
-from .user_lines import Failure, line_of
+from .storages import Segment, Storage, Storages
+from .user_lines import INSIDE, Failure, line_of
 
 __all__ = ["Recorder"]
 
@@ -63,11 +60,15 @@ _DEVICE = torch.ops.prim.device.default
 # They take real tensors on purpose: FakeTensorMode remembers the values of small constants.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _FEW_ZEROS = 16 << 20  # bytes
-_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator, and writes events down."""
+    """Sees every operator, and writes events down.
+
+    Attributes:
+        storages: those that are alive.
+        failure: the operator that failed last, if one has.
+    """
 
     _running: ClassVar[Recorder | None] = None
 
@@ -81,10 +82,9 @@ class Recorder(TorchDispatchMode):
         self._all_on_device = all_on_device
         self._events: list[Event | Storage] = []  # an allocation's kind is known at the end only
         self._notes: list[Note] = []
-        self._storages: dict[int, Storage] = {}  # those that are alive, by address
-        self._all: list[Storage] = []
         self._calls = ModuleCalls(model, self._events)
         self._segments = [Segment("between", False)]
+        self.storages = Storages(self._events, self._segments, device)
         self._forward_open = False
         self._stepping = 0
         self._handles: list[Any] = []
@@ -92,7 +92,6 @@ class Recorder(TorchDispatchMode):
         self._used: set[str] = set()
         self._arrived: dict[str, int] = {}
         self._inputs = WeakIdKeyDictionary()  # the fakes of real tensors from outside the step, while these live
-        self._placing: str | None = None
         self.failure: Failure | None = None
 
     # -- begin and end ------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ class Recorder(TorchDispatchMode):
     def begin(self) -> None:
         """Write down what is there before the step."""
         for kind, name, fake, place in self._fakes.named:
-            record = self._record(fake, place)
+            record = self.storages.of(fake, place)
             if record.kind is None:
                 record.kind, record.name = kind, name
         for name, parameter in self._fakes.parameters.items():
@@ -116,12 +115,10 @@ class Recorder(TorchDispatchMode):
         """Forget what has happened, outside of all modules; what is allocated now is there from the beginning."""
         self._events.clear()
         self._calls.clear()
-        self._segments = [Segment("between", False)]
+        self._segments[:] = [Segment("between", False)]
         self._forward_open = False
         self._used.clear()
-        for record in self._storages.values():
-            record.born, record.segment = len(self._events), 0
-            self._events.append(record)
+        self.storages.restart()
         self._events.append(PhaseStart("between"))
 
     @contextmanager
@@ -155,9 +152,7 @@ class Recorder(TorchDispatchMode):
 
     def finish(self) -> StepTrace:
         """Return the trace, and stop following storages."""
-        self._storages.clear()
-        for record in self._all:
-            record.watch = None
+        self.storages.finish()
         exits = self._calls.ends_of_backwards()
         events: list[Event] = []
         for index, event in enumerate(self._events):
@@ -186,7 +181,7 @@ class Recorder(TorchDispatchMode):
         """Return the segment of what happens now; a phase that begins is written down."""
         phase: Phase = "forward" if self._forward_open else "between"
         recompute = False
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task != (self._tasks[-1] if self._tasks else -1):
             self._change_task(task)
         if self._stepping:
@@ -222,7 +217,7 @@ class Recorder(TorchDispatchMode):
     def _enter(self, module: nn.Module, args: object) -> None:
         if not self._calls.knows(module):
             return
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = graph_task() != -1
         if not in_backward and not self._stepping:
             self._forward_open = True
         self._segment()
@@ -237,7 +232,7 @@ class Recorder(TorchDispatchMode):
     # -- gradients and optimizers -------------------------------------------------------------------------------------
 
     def _gradient_arrives(self, name: str, gradient: torch.Tensor) -> None:
-        record = self._record(gradient)
+        record = self.storages.of(gradient)
         self._arrived[name] = record.number
         if record.kind is None and self._segments[record.segment].phase == "backward":
             record.kind, record.name = "gradient", name
@@ -248,7 +243,7 @@ class Recorder(TorchDispatchMode):
         gradient = parameter.grad
         if gradient is None:
             return  # a hook of the user's has taken it
-        record = self._record(gradient)
+        record = self.storages.of(gradient)
         record.kind, record.name = "gradient", name
         self._events.append(GradientAccumulated(name, self._arrived.pop(name, record.number), record.number))
         self._calls.extend_backward()
@@ -295,25 +290,11 @@ class Recorder(TorchDispatchMode):
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, FakeTensor):
-                    record = self._record(value)
+                    record = self.storages.of(value)
                     record.kind, record.name = "optimizer state", names.get(id(parameter), "")
         self._stepping -= 1
 
-    # -- storages -----------------------------------------------------------------------------------------------------
-
-    def place_of(self, tensor: torch.Tensor) -> str:
-        """Return the type of the device on which a tensor is meant to be."""
-        known = self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
-        return tensor.device.type if known is None else known.device
-
-    @contextmanager
-    def placing(self, place: str) -> Iterator[None]:
-        """Put what is allocated in the meantime on this type of device."""
-        before, self._placing = self._placing, place
-        try:
-            yield
-        finally:
-            self._placing = before
+    # -- what is allocated, and tensors from outside -------------------------------------------------------------------
 
     def _place(self, asked: torch.device | None, inputs: Iterable[Storage], segment: Segment) -> str:
         """Return the type of the device for what an operator allocates, where fakes of the CPU stand for others.
@@ -322,8 +303,8 @@ class Recorder(TorchDispatchMode):
         """
         if self._device == "cpu":
             return self._device
-        if self._placing is not None:
-            return self._placing
+        if self.storages.placing_on is not None:
+            return self.storages.placing_on
         if self._all_on_device:
             return self._device
         if asked is not None and asked.type != "cpu":
@@ -332,31 +313,6 @@ class Recorder(TorchDispatchMode):
             return self._device
         inside = self._calls.running is not None or segment.phase == "backward"
         return self._device if inside and asked is not None else "cpu"
-
-    def _record(self, tensor: torch.Tensor, place: str | None = None) -> Storage:
-        """Return what is known of a tensor's storage; a new one, or a new size, is written down."""
-        storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        nbytes = storage.nbytes()
-        if known is not None:
-            if known.nbytes == nbytes:
-                return known
-            self._ended(known, storage._cdata)
-        place = place or (self._device if known is None else known.device)
-        record = Storage(len(self._all), nbytes, place, len(self._events), len(self._segments) - 1)
-        if known is not None:
-            record.kind, record.name = known.kind, known.name
-        record.watch = weakref.ref(storage, partial(_end, weakref.ref(self), record, storage._cdata))
-        self._storages[storage._cdata] = record
-        self._all.append(record)
-        self._events.append(record)
-        return record
-
-    def _ended(self, record: Storage, address: int) -> None:
-        if self._storages.get(address) is record:
-            del self._storages[address]
-            record.died, record.watch = len(self._events), None
-            self._events.append(Free(record.number))
 
     def _adopted(self, value: Any) -> Any:
         """Return a fake for a real tensor that comes from outside the step, and keep it while the real one lives."""
@@ -378,7 +334,7 @@ class Recorder(TorchDispatchMode):
                 shadow = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
                 fake = FakeTensor(self._fake_mode, shadow, torch.device("cpu"))
             self._inputs[value] = fake
-            self._record(fake, place).kind = "input"
+            self.storages.of(fake, place).kind = "input"
         return fake
 
     # -- operators ----------------------------------------------------------------------------------------------------
@@ -422,7 +378,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_of_host(self, taken: Any) -> bool:
         """Return True for an operator of a script that is not the model's business, so that it can have true values."""
-        if self._calls.running is not None or self._stepping or torch._C._current_graph_task_id() != -1:
+        if self._calls.running is not None or self._stepping or graph_task() != -1:
             return False
         return not any(isinstance(t, (FakeTensor, nn.Parameter)) for t in tensors_in(taken))
 
@@ -459,7 +415,7 @@ class Recorder(TorchDispatchMode):
         if segment.phase == "backward":
             self._calls.follow_backward()
         reads = [t for t in taken if not (id(t) in changed and overwrites(func))]
-        inputs = {self._record(t): None for t in taken}
+        inputs = {self.storages.of(t): None for t in taken}
         if segment.phase in ("forward", "backward"):
             for record in inputs:
                 if record.kind == "parameter" and record.name not in self._used:
@@ -467,7 +423,7 @@ class Recorder(TorchDispatchMode):
                     self._events.append(FirstUse(record.name, segment.phase))
         writes = [*fresh, *(t for t in taken if id(t) in changed)]
         place = self._place(asked, inputs, segment)
-        outputs = {self._record(t, place): None for t in writes}
+        outputs = {self.storages.of(t, place): None for t in writes}
         if func is _aten._to_copy.default and len(inputs) == len(outputs) == 1:
             (source,), (copy,) = inputs, outputs
             copy.name = source.name if source.kind == "parameter" else ""
@@ -500,16 +456,9 @@ class Recorder(TorchDispatchMode):
             dtype = args[0].dtype
             value = 1.0 if dtype.is_floating_point else True if dtype is torch.bool else 1
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+        while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
             if frame.f_code.co_filename.endswith(("grad_scaler.py", "clip_grad.py")):
                 value = 0.0  # no gradient is infinite, so that the optimizer steps
             frame = frame.f_back
         self._notes.append(Note(str(func), line_of(sys._getframe(2)), value))
         return value
-
-
-def _end(recorder: weakref.ref[Recorder], record: Storage, address: int, _: object) -> None:
-    """The callback of a storage's weak reference. It must not keep the recorder, nor anything that the storage is part of."""
-    there = recorder()
-    if there is not None:
-        there._ended(record, address)

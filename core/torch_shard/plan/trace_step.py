@@ -103,7 +103,7 @@ def tracing(
         stack.enter_context(mode)
         stack.enter_context(recorder)
         if device == "cuda":
-            stack.enter_context(CudaStandIn(recorder, all_on_device).entered())
+            stack.enter_context(CudaStandIn(recorder.storages, all_on_device).entered())
         recorder.begin()
         yield recorder
 

@@ -8,10 +8,10 @@ from types import FrameType, TracebackType
 
 import torch
 
-__all__ = ["Failure", "line_of"]
+__all__ = ["INSIDE", "Failure", "line_of"]
 
-_HERE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
+INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""The folders of torch and of this package."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ def line_of(where: FrameType | TracebackType | None) -> str:
         frame = where.tb_frame if isinstance(where, TracebackType) else where
         line = where.tb_lineno if isinstance(where, TracebackType) else where.f_lineno
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, _HERE, "<frozen")):
+        if not path.startswith((*INSIDE, "<frozen")):
             found = f"{path}:{line} in {frame.f_code.co_name}"
             if not isinstance(where, TracebackType):
                 break  # frames are read from within, tracebacks from without
