@@ -30,7 +30,7 @@ from prediction_models import MODELS, Training
 import torch_shard
 from torch_shard.activation_checkpointing import checkpointed_layers
 from torch_shard.plan.devices import Device, Link
-from torch_shard.plan.settings_search import Candidate
+from torch_shard.plan.search_results import Candidate
 from torch_shard.selftest.allocated import peak_of
 
 CHOSEN = ("mlp", "gpt2", "llama", "distilbert", "mixtral")

@@ -125,9 +125,9 @@ def pages() -> tuple[Page, ...]:
                 Entry(f"{core}/plan/plan.py", "BufferInfo", "torch_shard.plan.BufferInfo"),
                 Entry(f"{core}/plan/memory_estimate.py", "PredictedBytes", "torch_shard.plan.PredictedBytes"),
                 Entry(f"{core}/plan/settings_search.py", "search", "torch_shard.plan.search"),
-                Entry(f"{core}/plan/settings_search.py", "Search", "torch_shard.plan.Search"),
-                Entry(f"{core}/plan/settings_search.py", "Estimate", "torch_shard.plan.Estimate"),
-                Entry(f"{core}/plan/settings_search.py", "Candidate", "torch_shard.plan.Candidate"),
+                Entry(f"{core}/plan/search_results.py", "Search", "torch_shard.plan.Search"),
+                Entry(f"{core}/plan/search_results.py", "Estimate", "torch_shard.plan.Estimate"),
+                Entry(f"{core}/plan/search_results.py", "Candidate", "torch_shard.plan.Candidate"),
             ),
         ),
         Page(

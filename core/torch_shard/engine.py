@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from .checkpoint.sharded.async_save import PendingSave
     from .checkpoint.sharded.host_snapshot import SnapshotMemory
     from .plan.run_report import Moment
-    from .plan.settings_search import Search
+    from .plan.search_results import Search
 
 
 class Engine:

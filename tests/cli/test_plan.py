@@ -20,8 +20,9 @@ from torch_shard.cli.main import main
 from torch_shard.config.offload import offload_of
 from torch_shard.config.offload_text import read_offload
 from torch_shard.config.precision import for_autocast
+from torch_shard.plan.hardware import OUTSIDE
 from torch_shard.plan.paste import lines_for
-from torch_shard.plan.settings_search import OUTSIDE, Candidate
+from torch_shard.plan.search_results import Candidate
 
 transformers = pytest.importorskip("transformers")
 

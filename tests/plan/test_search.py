@@ -17,7 +17,7 @@ from torch_shard import Offload, Precision, ShardConfig, make_plan
 from torch_shard.errors import BudgetError, ConfigError, TraceError
 from torch_shard.plan import Estimate, Search, search
 from torch_shard.plan.devices import DEVICES
-from torch_shard.plan.settings_search import OUTSIDE
+from torch_shard.plan.hardware import OUTSIDE
 
 MIB = 1 << 20
 

@@ -17,10 +17,12 @@ from ..config.precision import for_autocast
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, UnavailableError
 from ..plan.devices import DEVICES, LINK_FORM, LINKS, Device, Link, device, link
+from ..plan.hardware import OUTSIDE, Hardware
 from ..plan.memory_estimate import mib
 from ..plan.paste import PLACES, lines_for
 from ..plan.report import report
-from ..plan.settings_search import OUTSIDE, Hardware, Search, search_step
+from ..plan.search_results import Search
+from ..plan.settings_search import search_step
 from ..utils.html_page import check_path
 from .output import print_json
 

@@ -35,9 +35,11 @@ from ..config.shard_config import ShardConfig
 from ..engine import Engine
 from ..errors import ShardError, TraceError
 from ..frontend.launch import read_variables, run_script, values_of
+from ..plan.hardware import Hardware
 from ..plan.plan import Plan
 from ..plan.script_step import OnlyEvaluated, ScriptStep, real_tensors, trace_script
-from ..plan.settings_search import Hardware, Search, search_with
+from ..plan.search_results import Search
+from ..plan.settings_search import search_with
 from ..plan.step_trace import StepTrace
 from ..plan.user_lines import line_of
 from ..setup.auto_settings import PLANNING

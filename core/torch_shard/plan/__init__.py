@@ -8,7 +8,8 @@ from .memory_estimate import PredictedBytes
 from .plan import BufferInfo, ParamInfo, Plan, UnitPlan
 
 if TYPE_CHECKING:
-    from .settings_search import Candidate, Estimate, Replay, Search, search
+    from .search_results import Candidate, Estimate, Replay, Search
+    from .settings_search import search
 
 __all__ = [
     "BufferInfo",
@@ -26,8 +27,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Candidate", "Estimate", "Replay", "Search", "search"):  # which training does not need
-        import importlib
+        from . import settings_search
 
-        module = importlib.import_module(f"{__name__}.settings_search")
-        return getattr(module, name)
+        return getattr(settings_search, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

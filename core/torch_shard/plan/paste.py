@@ -6,7 +6,7 @@ from typing import Any
 
 from ..config.offload import Offload
 from ..config.offload_text import text_of
-from .settings_search import Candidate
+from .search_results import Candidate
 
 __all__ = ["PLACES", "lines_for"]
 

@@ -24,7 +24,7 @@ from .roofline import Span, Timeline
 from .step_trace import CollectiveStart
 
 if TYPE_CHECKING:
-    from .settings_search import Replay
+    from .search_results import Replay
 
 __all__ = ["ProfiledStep"]
 

@@ -10,7 +10,7 @@ from ..utils.svg import WITHOUT_PLOTS, has_plots
 from .memory_estimate import mib
 from .paste import PLACES
 from .pictures import memory_plot, sent_table, streams_plot, units_plot, waits_in, waits_table
-from .settings_search import Search
+from .search_results import Search
 
 __all__ = ["report"]
 

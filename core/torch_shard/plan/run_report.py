@@ -16,7 +16,7 @@ from .plan import Plan
 from .profiled_step import ProfiledStep
 
 if TYPE_CHECKING:
-    from .settings_search import Search
+    from .search_results import Search
 
 __all__ = ["Moment", "run_report"]
 

@@ -21,167 +21,24 @@ from torch import nn
 from ..config.checks import check_int
 from ..config.offload import Offload
 from ..config.shard_config import ShardConfig
-from ..errors import BudgetError, ConfigError, TraceError
-from .caching_allocator import CachingAllocator
+from ..errors import ConfigError, TraceError
 from .device_memory import reserved_by
-from .devices import DEVICES, LINKS, Device, Link
+from .devices import Device, Link
+from .hardware import Hardware
 from .layer_selection import outermost, repeated_layers
 from .memory_estimate import mib
 from .plan import Plan
 from .planner import make_plan
 from .roofline import Timeline
+from .search_results import Candidate, Estimate, Replay, Search
 from .sharded_step import sharded_step
 from .step_timeline import timeline_of
 from .step_trace import CollectiveStart, HostUpdate, Kind, Note, StepTrace
 from .trace_for import trace_for
 
-__all__ = ["Candidate", "Estimate", "Hardware", "Replay", "Search", "search", "search_step", "search_with"]
+__all__ = ["search", "search_step", "search_with"]
 
 _KEPT: tuple[Kind, ...] = ("activation", "input", "buffer")  # what no strategy changes
-
-OUTSIDE = 1 << 30
-"""Bytes of a device that no tensor takes: the CUDA context, and what NCCL's communicators keep. An assumption."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """Settings that are tried.
-
-    Attributes:
-        strategy, prefetch, shard_size, offload: fields of :class:`torch_shard.ShardConfig`.
-        checkpointing: the repeated layers keep only their inputs, and recompute the rest in backward. Names of classes: these do.
-        activation_offload: these inputs wait for backward in host memory.
-        micro_batch: the samples of one forward on one rank; None where the step says itself.
-        accumulation: the number of micro-batches of a step.
-    """
-
-    strategy: str
-    prefetch: int = 1
-    shard_size: int | None = None
-    offload: Offload | None = None
-    checkpointing: bool | tuple[str, ...] = False
-    activation_offload: bool = False
-    micro_batch: int | None = None
-    accumulation: int = 1
-
-    def config(self, base: ShardConfig) -> ShardConfig:
-        """Return `base` with these settings."""
-        return dataclasses.replace(
-            base,
-            strategy=self.strategy,  # type: ignore[arg-type]
-            prefetch=self.prefetch,
-            shard_size=self.shard_size,
-            offload=self.offload,
-        )
-
-    def __str__(self) -> str:
-        parts = [self.strategy + (f" of {self.shard_size}" if self.shard_size else "")]
-        parts += [f"prefetch {self.prefetch}"] if self.strategy != "no_shard" else []
-        if self.offload is not None:
-            parts.append("offload" if self.offload.params else "offload of the optimizer")
-        if self.checkpointing:
-            layers = f" of {' and '.join(self.checkpointing)}" if isinstance(self.checkpointing, tuple) else ""
-            parts.append(f"activation checkpointing{layers}{' and offload' * self.activation_offload}")
-        if self.micro_batch is not None:
-            times = f"{self.accumulation} x " if self.accumulation > 1 else ""
-            parts.append(f"{times}{self.micro_batch} sample{'s' * (self.micro_batch > 1)}")
-        return ", ".join(parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """What a candidate takes on one rank.
-
-    Attributes:
-        candidate: the settings.
-        nbytes: the most bytes on the device at one time, with the allocator's rounding and fragmentation.
-        host_nbytes: the most bytes of host memory that tensors take, with offload of any kind.
-        seconds: of one step, for ranking.
-        lacks: how many bytes too few the budget has; 0 for a candidate that fits.
-        kinds: the bytes of each kind at the peak, without rounding.
-    """
-
-    candidate: Candidate
-    nbytes: int
-    host_nbytes: int
-    seconds: float
-    lacks: int
-    kinds: dict[Kind, int]
-
-    @property
-    def fits(self) -> bool:
-        """True if the budget suffices."""
-        return self.lacks == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """A step of one rank with a candidate's settings; of several micro-batches, the last one with the optimizer's step.
-
-    Attributes:
-        plan: the units.
-        step: what the rank allocates, computes and sends.
-        timeline: when, on which stream.
-        clock: for each event of the step, the second at which what was computed before it has ended.
-    """
-
-    plan: Plan
-    step: StepTrace
-    timeline: Timeline
-    clock: list[float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """What :func:`search` has found.
-
-    Attributes:
-        estimates: the candidates that fit, the fastest first; then the others, that which lacks least first. Of those whose
-            seconds differ by about a percent, those come first that change less of the program.
-        budget: the bytes of the device that a step may take.
-        states: the bytes of parameters, gradients and the optimizer's state of one rank under ``full_shard``.
-        notes: each read of a value that the trace has answered with a constant.
-        replay: a step with the settings of the first of the estimates.
-    """
-
-    estimates: tuple[Estimate, ...]
-    budget: int
-    states: int
-    notes: tuple[Note, ...]
-    replay: Replay
-
-    @property
-    def best(self) -> Estimate:
-        """The fastest candidate that fits; see :attr:`estimates`.
-
-        Raises:
-            BudgetError: none fits.
-        """
-        if not self.estimates[0].fits:
-            raise BudgetError(self.shortage)
-        return self.estimates[0]
-
-    @property
-    def shortage(self) -> str:
-        """What is missing where nothing fits, in a sentence, and what to do."""
-        first = self.estimates[0]
-        return (
-            f"no settings fit {mib(self.budget)} MiB. {first.candidate} lacks least, {mib(first.lacks)} MiB. Parameters, "
-            f"gradients and optimizer state alone are {mib(self.states)} MiB on each rank under full_shard. Use more ranks, "
-            "or a smaller or shorter batch."
-        )
-
-    def table(self, most: int | None = None) -> str:
-        """Return the candidates as lines of text; at most so many of them."""
-        lines = [f"{'MiB':>12}  {'seconds':>8}  settings"]
-        for each in self.estimates[:most]:
-            lack = "" if each.fits else f"  (lacks {mib(each.lacks)} MiB)"
-            if each.host_nbytes:
-                lack = f", {mib(each.host_nbytes)} MiB of host memory{lack}"
-            lines.append(f"{mib(each.nbytes):>12}  {each.seconds:>8.3f}  {each.candidate}{lack}")
-        if most is not None and len(self.estimates) > most:
-            lines.append(f"and {len(self.estimates) - most} more, which are slower or lack more")
-        return "\n".join(lines)
 
 
 def search(
@@ -255,56 +112,6 @@ def search_step(
         )
 
     return search_with(trace, model, ShardConfig() if config is None else config, hardware, batch)
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """What a step is to fit: the ranks, their devices, and the links between them.
-
-    Attributes:
-        budget: the bytes of one device that a step may take.
-        ranks, ranks_per_node: the number of ranks, and of those of a node.
-        device: the figures of the device.
-        on: its type.
-        intra, inter: the links within a node and between nodes.
-    """
-
-    budget: int
-    ranks: int
-    ranks_per_node: int
-    device: Device
-    on: Literal["cpu", "cuda"]
-    intra: Link
-    inter: Link
-
-    @staticmethod
-    def of(
-        memory: int,
-        ranks: int,
-        ranks_per_node: int | None = None,
-        *,
-        device: Device | None = None,
-        on: Literal["cpu", "cuda"] = "cuda",
-        intra: Link | None = None,
-        inter: Link | None = None,
-        margin: float = 0.05,
-    ) -> Hardware:
-        """Return what the arguments of :func:`search` say. Raises ConfigError."""
-        for name, value in (("memory", memory), ("ranks", ranks), ("ranks_per_node", ranks_per_node)):
-            if value is not None:
-                check_int(name, value, 1)
-        if not 0 <= margin < 1:
-            raise ConfigError(f"margin must be at least 0 and less than 1, not {margin!r}.")
-        on_cpu = on == "cpu"
-        return Hardware(
-            int(memory * (1 - margin)) - (0 if on_cpu else OUTSIDE),
-            ranks,
-            ranks if ranks_per_node is None else min(ranks_per_node, ranks),
-            DEVICES["cpu" if on_cpu else "h100"] if device is None else device,
-            on,
-            LINKS["gloo-local" if on_cpu else "nvlink4"] if intra is None else intra,
-            LINKS["gloo-local" if on_cpu else "ib-ndr400"] if inter is None else inter,
-        )
 
 
 Trace = Callable[[Plan, ShardConfig, int | None, list[nn.Module], bool], StepTrace]
@@ -433,7 +240,7 @@ class _Searching:
         if not self.states:  # that of the optimizer is the same under all strategies but those with several replicas
             of_optimizer = sum(step.peak(device, ["optimizer state"]).total for device in {"cpu", step.device})
             self.states = self.plan.predicted.total - self.plan.predicted.optimizer + of_optimizer
-        nbytes = peak.total if self.hardware.on == "cpu" else reserved_by(step, CachingAllocator()).peak_reserved
+        nbytes = peak.total if self.hardware.on == "cpu" else reserved_by(step).peak_reserved
         on_host = candidate.offload is not None or candidate.activation_offload
         host_nbytes = step.peak("cpu").total if on_host else 0
         seconds = self._seconds(step, candidate)
