@@ -15,14 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..comm.traffic_statistics import Statistics
 from ..log import logger
 from ..optim.engines_of_optimizer import runtimes_of
-from ..plan.run_report import Moment
+from ..plan.run_report import WAITS, Moment
 from ..runtime import registry
 from ..utils.html_page import check_path
 
 __all__ = ["reporting"]
 
 _MOMENTS = 200  # at most; two become one then
-_WAITS = ("gather_wait", "reduce_wait", "other_wait", "host_wait")
 
 
 def reporting(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
@@ -90,7 +89,7 @@ class _Report:
     def _note(self, steps: int, seconds: float, counted: Statistics) -> None:
         held = self._engine.memory_summary(self._optimizers)
         resident = held["parameters"] + held["gradients"] + held["optimizer"]
-        waits = {name: getattr(counted, name) / steps for name in _WAITS}
+        waits = {name: getattr(counted, name) / steps for name in WAITS}
         self._history.append(
             Moment(self._steps, seconds / steps, **waits, resident=resident, peak_gathered=counted.peak_gathered)
         )
@@ -113,6 +112,6 @@ class _Report:
 
 def _joined(a: Moment, b: Moment) -> Moment:
     """Return the mean of both, which are of about as many steps."""
-    waits = {name: (getattr(a, name) + getattr(b, name)) / 2 for name in _WAITS}
+    waits = {name: (getattr(a, name) + getattr(b, name)) / 2 for name in WAITS}
     peak = max(a.peak_gathered, b.peak_gathered)
     return Moment(b.step, (a.seconds + b.seconds) / 2, **waits, resident=b.resident, peak_gathered=peak)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ..utils.html_page import row, table
-from ..utils.svg import TEXT, svg
+from ..utils.svg import TEXT, legend_beside, svg
 from .memory_estimate import mib
 from .plan import Plan, UnitPlan
 from .roofline import Span, Timeline
@@ -110,7 +110,7 @@ def _finish_memory(axes: Any, milliseconds: float, unit: str) -> None:
     axes.set_ylim(0)
     axes.set_xlabel("ms")
     axes.set_ylabel(unit)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend_beside(axes)
 
 
 def _highest(step: StepTrace, clock: Sequence[float]) -> tuple[list[float], list[dict[Any, int]]]:
@@ -151,7 +151,7 @@ def streams_plot(timeline: Timeline, plan: Plan, waits: Sequence[Span]) -> str:
             if seen:
                 bars = [(1000 * wait.start, 1000 * (wait.end - wait.start)) for wait in seen]
                 axes.broken_barh(bars, (number - 0.4, 0.8), color=_WAIT_COLOUR, linewidth=0, label="waits")
-                axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+                legend_beside(axes)
         axes.set_yticks(range(len(rows)), [_STREAM_NAMES.get(stream, stream) for stream in rows])
         axes.set_xlim(0, max(1000 * timeline.total, 1e-9))
         axes.set_xlabel("ms")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import ConfigError
 from ..utils.profiled_ranges import unit_in
 from .roofline import Span, Timeline
+from .step_timeline import STREAMS
 from .step_trace import CollectiveStart
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = ["ProfiledStep"]
 _STEP = "ProfilerStep#"
 _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-_STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
 
 
 class _Range(NamedTuple):
@@ -135,7 +135,7 @@ class ProfiledStep:
         """
         clock = replay.clock
         starts = [
-            (i, e) for i, e in enumerate(replay.step.events) if isinstance(e, CollectiveStart) and e.kind in _STREAMS
+            (i, e) for i, e in enumerate(replay.step.events) if isinstance(e, CollectiveStart) and e.kind in STREAMS
         ]
         # A sum between replicas is planned right behind the reduction, and waits for its turn on the CPU. Without a reduction
         # within a replica an all-reduce is the reduction itself.
@@ -222,7 +222,7 @@ def _add_threads(
         "reduce_scatter": (reduces,),
         "all_reduce": ("gloo:all_reduce",),
     }
-    for kind, stream in _STREAMS.items():
+    for kind, stream in STREAMS.items():
         started = [each for each in issued if each.kind == kind]
         ran = [_seconds(e, begin) for e in events if e.get("name") in ran_as[kind] and e.get("cat") != "cpu_op"]
         each_has = len(ran) // len(started) if started and len(ran) % len(started) == 0 else 0
@@ -259,11 +259,11 @@ def _add_kernels(
         if within is None:
             busy[kernel["args"].get("stream")] += kernel.get("dur", 0.0)
         else:
-            rows.setdefault(kernel["args"].get("stream"), _STREAMS[within.kind])
+            rows.setdefault(kernel["args"].get("stream"), STREAMS[within.kind])
     rows.update((stream, "compute") for stream, _ in busy.most_common(1))
     for kernel, within in zip(kernels, labelled, strict=True):
         stream = kernel["args"].get("stream")
-        row = rows.get(stream, f"stream {stream}") if within is None else _STREAMS[within.kind]
+        row = rows.get(stream, f"stream {stream}") if within is None else STREAMS[within.kind]
         kind, unit = ("compute" if row == "compute" else "copy", "") if within is None else (within.kind, within.unit)
         timeline.spans.append(Span(row, *_seconds(kernel, begin), unit, kind))
 
@@ -278,7 +278,7 @@ def _range_at(launch: Mapping[str, Any], threads: Mapping[Any, Sequence[_Range]]
 
 def _gaps(timeline: Timeline) -> list[Span]:
     """Return the time in which no kernel computed, by the collective that ran meanwhile; by the host where none did."""
-    others = [span for span in timeline.spans if span.kind in _STREAMS]
+    others = [span for span in timeline.spans if span.kind in STREAMS]
     until, first, idle = 0.0, 0, []
     for span in timeline.spans:
         if span.stream != "compute":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.traffic_statistics import Statistics
 from ..utils.html_page import page, row, table
-from ..utils.svg import TEXT, WITHOUT_PLOTS, has_plots, svg
+from ..utils.svg import TEXT, WITHOUT_PLOTS, has_plots, legend_beside, svg
 from .memory_estimate import mib
 from .pictures import measured_memory_plot, memory_plot, sent_table, streams_plot, units_plot, waits_table
 from .plan import Plan
@@ -18,7 +18,7 @@ from .profiled_step import ProfiledStep
 if TYPE_CHECKING:
     from .search_results import Search
 
-__all__ = ["Moment", "run_report"]
+__all__ = ["WAITS", "Moment", "run_report"]
 
 _MIB = 1 << 20
 
@@ -48,12 +48,13 @@ class Moment:
 _OTHER_STEP = (
     '<p class="note">The predicted step starts other collectives than this one. It is stretched to the same length.</p>'
 )
-_WAITS = {
+WAITS = {
     "gather_wait": ("gathers", "#76b7b2"),
     "reduce_wait": ("reductions", "#edc948"),
     "other_wait": ("other ranks", "#8a94a0"),
     "host_wait": ("the host", "#9c755f"),
 }
+"""What was waited for in each field of a :class:`Moment`, and the colour that it has in plots."""
 
 
 def run_report(
@@ -142,7 +143,7 @@ def _counted(counted: Statistics) -> str:
         ("sent", f"{mib(counted.bytes_sent)} MiB"),
         ("of that between replicas", f"{mib(counted.bytes_sent_across)} MiB"),
     ]
-    rows += [(f"waited for {name}", f"{getattr(counted, field):.3f} s") for field, (name, _) in _WAITS.items()]
+    rows += [(f"waited for {name}", f"{getattr(counted, field):.3f} s") for field, (name, _) in WAITS.items()]
     if counted.lone_reads:
         rows.append(("read alone", f"{counted.lone_reads} times, {mib(counted.lone_bytes)} MiB"))
     return table((), [row(cells) for cells in rows])
@@ -156,7 +157,7 @@ def _memory_plot(kinds: Sequence[tuple[str, int, int]]) -> str:
         axes.set_yticks(places, [name for name, *_ in kinds])
         axes.invert_yaxis()
         axes.set_xlabel("MiB")
-        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        legend_beside(axes)
 
     return svg(draw, 2.4)
 
@@ -164,11 +165,11 @@ def _memory_plot(kinds: Sequence[tuple[str, int, int]]) -> str:
 def _time_plot(history: Sequence[Moment]) -> str:
     def draw(axes: Any) -> None:
         steps = [moment.step for moment in history]
-        waits = [[1000 * getattr(moment, field) for moment in history] for field in _WAITS]
+        waits = [[1000 * getattr(moment, field) for moment in history] for field in WAITS]
         rest = [max(0.0, 1000 * m.seconds - sum(w[i] for w in waits)) for i, m in enumerate(history)]
-        labels = ["computing", *(f"waits for {name}" for name, _ in _WAITS.values())]
+        labels = ["computing", *(f"waits for {name}" for name, _ in WAITS.values())]
         axes.stackplot(
-            steps, [rest, *waits], labels=labels, colors=["#59a14f", *(colour for _, colour in _WAITS.values())]
+            steps, [rest, *waits], labels=labels, colors=["#59a14f", *(colour for _, colour in WAITS.values())]
         )
         _over_steps(axes, steps, "ms")
 
@@ -194,7 +195,7 @@ def _over_steps(axes: Any, steps: Sequence[int], unit: str) -> None:
     axes.set_ylim(0)
     axes.set_xlabel("step")
     axes.set_ylabel(unit)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend_beside(axes)
 
 
 def _history_table(history: Sequence[Moment]) -> str:
@@ -204,12 +205,12 @@ def _history_table(history: Sequence[Moment]) -> str:
             (
                 moment.step,
                 f"{1000 * moment.seconds:.1f}",
-                *(f"{1000 * getattr(moment, field):.1f}" for field in _WAITS),
+                *(f"{1000 * getattr(moment, field):.1f}" for field in WAITS),
                 mib(moment.resident),
                 mib(moment.peak_gathered),
             )
         )
         for moment in history[-10:]
     ]
-    waits = [f"waits for {name}" for name, _ in _WAITS.values()]
+    waits = [f"waits for {name}" for name, _ in WAITS.values()]
     return table(("step", "ms", *waits, "MiB resident", "MiB gathered"), rows)

@@ -11,9 +11,10 @@ from .devices import Device, Link
 from .roofline import Span, Timeline, bytes_sent, collective_seconds, copy_seconds, operator_seconds
 from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, StepTrace
 
-__all__ = ["timeline_of"]
+__all__ = ["STREAMS", "timeline_of"]
 
-_STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
+STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
+"""The streams on which collectives run."""
 _BY_CORES = 0.5
 """The part of a collective's time that is taken from computing on CPUs, where Gloo's threads copy on the same cores; as seen with
 two ranks on two cores (``bench/choice.py``)."""
@@ -89,7 +90,7 @@ def timeline_of(
             within, across = bytes_sent(event.kind, event.nbytes, event.ranks, in_node)
             timeline.sent[event.kind, "within a node"] += round(within)
             timeline.sent[event.kind, "between nodes"] += round(across)
-            name, after = _STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
+            name, after = STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
             running[event.number] = timeline.stream(name).run(seconds, after, event.unit, event.kind)
             if step.device == "cpu":
                 compute.run(_BY_CORES * seconds, (), event.unit, event.kind, host_seconds=0.0)

@@ -59,7 +59,7 @@ class Report:
     @property
     def counts(self) -> dict[str, int]:
         """The number of results by status."""
-        return {status: sum(r.status == status for r in self.results) for status in ("passed", "failed", "skipped")}
+        return _counts(self.results)
 
     @property
     def verdict(self) -> list[str]:
@@ -83,10 +83,9 @@ class Report:
         own = [r for r in self.results if r.part == part]
         if not own:
             return []
-        counted = [(status, sum(r.status == status for r in own)) for status in ("passed", "failed", "skipped")]
         reasons = dict.fromkeys(r.reason for r in own if r.status == "skipped")
         return [
-            f"{part:<13}" + ", ".join(f"{count} {status}" for status, count in counted if count),
+            f"{part:<13}" + ", ".join(f"{count} {status}" for status, count in _counts(own).items() if count),
             *[f"{'':<13}skipped: {reason}" for reason in reasons],
             *[f"{'':<13}{r.name.partition(': ')[2]}: {_times(r)}" for r in own if "step" in r.figures],
         ]
@@ -136,6 +135,10 @@ class Report:
         verdict = html.escape("\n".join(self.verdict))
         body = [f'<pre class="{state}">{verdict}</pre>', WITHOUT_PLOTS if plots is None else "", *sections]
         return page("torch-shard selftest", "\n".join([*body, "<h2>environment</h2>", environment]))
+
+
+def _counts(results: Sequence[Result]) -> dict[str, int]:
+    return {status: sum(r.status == status for r in results) for status in ("passed", "failed", "skipped")}
 
 
 def _plain(value: Any) -> Any:

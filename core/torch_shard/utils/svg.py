@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TEXT", "WITHOUT_PLOTS", "has_plots", "svg"]
+__all__ = ["TEXT", "WITHOUT_PLOTS", "has_plots", "legend_beside", "svg"]
 
 TEXT = "#010203"
 """Stands for the colour of the page's text, which only the browser knows."""
@@ -46,3 +46,8 @@ def svg(draw: Callable[[Any], None], height: float, width: float = 9.0) -> str:
     # Several plots are in one page, in which names of groups would be there twice. Nothing refers to them.
     text = re.sub(r' id="[\w.]*_\d+"', "", text)
     return f'<div class="wide">{text.replace(TEXT, "currentColor")}</div>\n'
+
+
+def legend_beside(axes: Any) -> None:
+    """Add the legend of a plot to the right of it."""
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
