@@ -10,20 +10,13 @@ __all__ = ["reserved_by"]
 _STREAMS = {"compute": 0, "gather": 1, "reduce": 2}
 
 
-def reserved_by(step: StepTrace, allocator: CachingAllocator | None = None) -> CachingAllocator:
-    """Return an allocator that has served a step; see its `peak_reserved` and `peak_allocated`.
+def reserved_by(step: StepTrace) -> CachingAllocator:
+    """Return an allocator that has served a step on a device with streams; see its `reserved` and `peak_allocated`.
 
     What is there before the step is allocated first, so that the fragmentation is that of the first step. A later one finds
     the segments of those before, in which the same requests fit.
-
-    Args:
-        step: a step on a device with streams.
-        allocator: with its settings; it must be unused. By default it is unlimited and has torch's defaults.
-
-    Raises:
-        OutOfDeviceMemory: the allocator's capacity does not suffice.
     """
-    found = CachingAllocator() if allocator is None else allocator
+    found = CachingAllocator()
     blocks: dict[int, Block] = {}
     for event in step.events:
         if isinstance(event, Allocation) and event.device == step.device:

@@ -240,7 +240,7 @@ class _Searching:
         if not self.states:  # that of the optimizer is the same under all strategies but those with several replicas
             of_optimizer = sum(step.peak(device, ["optimizer state"]).total for device in {"cpu", step.device})
             self.states = self.plan.predicted.total - self.plan.predicted.optimizer + of_optimizer
-        nbytes = peak.total if self.hardware.on == "cpu" else reserved_by(step).peak_reserved
+        nbytes = peak.total if self.hardware.on == "cpu" else reserved_by(step).reserved
         on_host = candidate.offload is not None or candidate.activation_offload
         host_nbytes = step.peak("cpu").total if on_host else 0
         seconds = self._seconds(step, candidate)
