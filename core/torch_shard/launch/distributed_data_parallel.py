@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,13 +22,6 @@ from .settings import Overrides
 
 __all__ = ["DistributedDataParallel", "use"]
 
-# The order in which torch's class takes its arguments.
-_ARGUMENTS = (
-    "module", "device_ids", "output_device", "dim", "broadcast_buffers", "init_sync", "process_group", "bucket_cap_mb",
-    "find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph", "delay_all_reduce_named_params",
-    "param_to_hook_all_reduce", "mixed_precision", "device_mesh", "skip_all_reduce_unused_params", "bucket_cap_mb_list",
-    "batched_grad_copy", "forward_sync_buffers",
-)  # fmt: skip
 # Those of torch's buckets of gradients. Gradients of any subset of the parameters are reduced rightly here.
 _OF_BUCKETS = (
     "bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph",
@@ -35,6 +29,7 @@ _OF_BUCKETS = (
     "batched_grad_copy",
 )  # fmt: skip
 
+_SIGNATURE = inspect.signature(_TorchDDP.__init__)
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _DTYPES = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
@@ -73,7 +68,7 @@ class DistributedDataParallel(_TorchDDP):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _by_name(args, kwargs)
+        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
         module = given["module"]
         nn.Module.__init__(self)  # not torch's own, which would allocate its buckets
         mesh, config = _request(module, given)
@@ -174,19 +169,6 @@ class DistributedDataParallel(_TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-
-
-def _by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the class by name."""
-    given = dict(zip(_ARGUMENTS, args, strict=False))
-    twice, unknown = sorted(given.keys() & kwargs.keys()), sorted(kwargs.keys() - set(_ARGUMENTS))
-    given |= kwargs
-    if twice or unknown or len(args) > len(_ARGUMENTS) or "module" not in given:
-        wrong = (
-            f"{twice[0]} is given twice" if twice else f"{unknown[0]} is unknown" if unknown else "module is missing"
-        )
-        raise TypeError(f"DistributedDataParallel takes the arguments {', '.join(_ARGUMENTS)}; {wrong}.")
-    return given
 
 
 def _request(module: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
