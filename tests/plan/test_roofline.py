@@ -16,7 +16,7 @@ from torch_shard.errors import ConfigError
 from torch_shard.plan.devices import DEVICES, DTYPES, LINKS, Device, Link, device, device_called, link
 from torch_shard.plan.roofline import Timeline, collective_seconds, copy_seconds, operator_seconds
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 # Round figures: 100 FLOP/s in fp32 and 800 in bf16, of which half is reached; 50 B/s of memory, 20 of them reached.
 SLOW = Device("slow", {"fp32": 100.0, "bf16": 800.0}, 50.0, 1e3, 0.5, 0.4, launch_seconds=1.0, host_seconds=2.0)
 NEAR, FAR = Link("near", 100.0, 1.0), Link("far", 10.0, 7.0)
@@ -50,15 +50,12 @@ def test_copy_by_hand():
 @pytest.mark.parametrize(
     ("kind", "ranks", "ranks_per_node", "seconds"),
     [
-        # One node of 4: 3/4 of 800 bytes at 100 B/s, and 3 steps of 1 s; twice that for an all-reduce; all bytes for a
-        # broadcast.
+        # One node of 4: 3/4 of 800 bytes at 100 B/s, and 3 steps of 1 s; twice that for an all-reduce.
         ("all_gather", 4, 8, 6 + 3),
         ("reduce_scatter", 4, 4, 6 + 3),
         ("all_reduce", 4, 4, 12 + 6),
-        ("broadcast", 4, 4, 8 + 3),
         # 2 nodes of 4, whose 4 NICs have 40 B/s: 7/8 of 800 bytes at 40 B/s. Of 7 steps one is between nodes.
         ("all_gather", 8, 4, 17.5 + 6 * 1 + 1 * 7),
-        ("broadcast", 8, 4, 20 + 6 * 1 + 1 * 7),
         # The tree moves 1600 bytes at 40 B/s in 2 * (3 steps in the node and 1 between nodes); the ring 1400 in 2 * (6 and 1).
         ("all_reduce", 8, 4, min(35 + 2 * (6 + 7), 40 + 2 * (3 + 7))),
         # One rank in each of 4 nodes: 3/4 of 800 bytes at 10 B/s, 3 steps between nodes.
@@ -167,7 +164,7 @@ def test_streams_wait_for_events_and_overlap():
         ("compute", 6, 7, "b", ""),
         ("gather", 6, 6.5, "", ""),
     ]
-    assert (timeline.total, gather.busy, compute.busy, gather.free) == (7, 5.5, 5, 6.5)
+    assert (timeline.total, gather.free, compute.free) == (7, 6.5, 7)
     assert timeline.stream("gather") is gather
 
 
@@ -190,32 +187,20 @@ def test_long_kernels_hide_the_host_which_runs_ahead_of_all_streams():
     assert (timeline.total, timeline.host, late.start) == (1 + 50, 6, 6)
 
 
-def test_a_host_that_waits_issues_later():
-    timeline = Timeline(host_seconds=1)
-    first = timeline.stream("compute").run(10)
-    timeline.wait(first)
-    timeline.wait(first)
-    assert timeline.stream("compute").run(10).start == 1 + 10 + 1
-    assert timeline.total == 22
-
-
-work = st.tuples(st.integers(0, 2), st.floats(0, 1e3), st.lists(st.integers(0, 30), max_size=3), st.booleans())
+work = st.tuples(st.integers(0, 2), st.floats(0, 1e3), st.lists(st.integers(0, 30), max_size=3))
 
 
 @quick(40)
 @given(st.lists(work, max_size=30), st.sampled_from([0.0, 0.5]))
 def test_total_is_between_the_busiest_stream_and_the_sum(entries, host_seconds):
     timeline = Timeline(host_seconds)
-    for stream, seconds, after, waits in entries:
-        span = timeline.stream(str(stream)).run(
-            seconds, after=[timeline.spans[i] for i in after if i < len(timeline.spans)]
-        )
-        if waits:
-            timeline.wait(span)
+    busy = [0.0] * 3
+    for stream, seconds, after in entries:
+        busy[stream] += seconds
+        timeline.stream(str(stream)).run(seconds, after=[timeline.spans[i] for i in after if i < len(timeline.spans)])
     streams = [timeline.stream(str(index)) for index in range(3)]
-    assert timeline.total >= max(stream.busy for stream in streams) * (1 - 1e-9)
-    everything = sum(stream.busy for stream in streams) + host_seconds * len(entries)
-    assert timeline.total <= everything * (1 + 1e-9)
+    assert timeline.total >= max(busy) * (1 - 1e-9)
+    assert timeline.total <= (sum(busy) + host_seconds * len(entries)) * (1 + 1e-9)
     for stream in streams:
         own = [span for span in timeline.spans if span.stream == stream.name]
         assert all(before.end <= behind.start for before, behind in zip(own, own[1:], strict=False))
@@ -309,18 +294,6 @@ def test_errors_of_figures_and_arguments():
         NEAR.shared(0)
     with pytest.raises(ConfigError, match="dtype must be one that slow has: fp32, bf16; not 'fp8'"):
         operator_seconds(SLOW, 1, 1, "fp8")
-    with pytest.raises(ConfigError, match="flops must be a non-negative"):
-        operator_seconds(SLOW, -1, 1, "fp32")
-    with pytest.raises(ConfigError, match="kind must be one of all_gather"):
-        collective_seconds("gather", 1, 2, 2, NEAR, FAR)  # type: ignore[arg-type]
-    for wrong in ((-1, 2, 2), (1, 0, 2), (1, 2, 0), (1, 2.5, 2)):
-        with pytest.raises(ConfigError, match="must be"):
-            collective_seconds("all_gather", *wrong, NEAR, FAR)
-    for seconds, host_seconds in ((-1.0, None), (float("nan"), None), (1.0, -1.0)):
-        with pytest.raises(ValueError, match="seconds must be non-negative"):
-            Timeline().stream("s").run(seconds, host_seconds=host_seconds)
-    with pytest.raises(ConfigError, match="host_seconds"):
-        Timeline(-1)
 
 
 BASE = {"name": "mine", "peak_flops": {"bf16": 4e14}, "memory_bandwidth": 2e12, "memory_bytes": 48000000000}

@@ -14,7 +14,7 @@ from typing import Any
 from ..config.checks import check_int
 from ..errors import ConfigError
 
-__all__ = ["DEVICES", "DTYPES", "LINKS", "Device", "Link", "check_number", "device", "device_called", "link"]
+__all__ = ["DEVICES", "DTYPES", "LINKS", "Device", "Link", "device", "device_called", "link"]
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """The names of what matrix products are computed in. As in data sheets, tf32 is a mode of computing and no dtype of torch."""
@@ -26,7 +26,7 @@ _MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def check_number(field: str, value: Any, unit: str, positive: bool = False) -> None:
+def _check_number(field: str, value: Any, unit: str, positive: bool = False) -> None:
     """Raise a ConfigError unless `value` is a finite number of at least 0, or above 0 if `positive`."""
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not 0 <= number < math.inf or (positive and not number):
@@ -65,8 +65,8 @@ class Link:
 
     def __post_init__(self) -> None:
         _check_name("Link.name", self.name)
-        check_number("Link.bandwidth", self.bandwidth, "bytes per second", positive=True)
-        check_number("Link.latency", self.latency, "seconds")
+        _check_number("Link.bandwidth", self.bandwidth, "bytes per second", positive=True)
+        _check_number("Link.latency", self.latency, "seconds")
         _check_fraction("Link.fraction", self.fraction)
 
     @property
@@ -177,14 +177,14 @@ class Device:
             expected = f"a mapping from some of {', '.join(DTYPES)} to operations per second"
             raise ConfigError(f"Device.peak_flops must be {expected}, not {self.peak_flops!r}.")
         for dtype, flops in peaks.items():
-            check_number(f"Device.peak_flops[{dtype!r}]", flops, "operations per second", positive=True)
-        check_number("Device.memory_bandwidth", self.memory_bandwidth, "bytes per second", positive=True)
-        check_number("Device.memory_bytes", self.memory_bytes, "bytes", positive=True)
-        check_number("Device.host_memory_bandwidth", self.host_memory_bandwidth, "bytes per second", positive=True)
+            _check_number(f"Device.peak_flops[{dtype!r}]", flops, "operations per second", positive=True)
+        _check_number("Device.memory_bandwidth", self.memory_bandwidth, "bytes per second", positive=True)
+        _check_number("Device.memory_bytes", self.memory_bytes, "bytes", positive=True)
+        _check_number("Device.host_memory_bandwidth", self.host_memory_bandwidth, "bytes per second", positive=True)
         _check_fraction("Device.matmul_fraction", self.matmul_fraction)
         _check_fraction("Device.memory_fraction", self.memory_fraction)
-        check_number("Device.launch_seconds", self.launch_seconds, "seconds")
-        check_number("Device.host_seconds", self.host_seconds, "seconds")
+        _check_number("Device.launch_seconds", self.launch_seconds, "seconds")
+        _check_number("Device.host_seconds", self.host_seconds, "seconds")
         if not isinstance(self.host_link, Link):
             raise ConfigError(f"Device.host_link must be a Link, not {self.host_link!r}.")
         object.__setattr__(self, "peak_flops", dict(peaks))  # the caller's may change

@@ -16,11 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-from ..config.checks import check_int
 from ..errors import ConfigError
-from .devices import Device, Link, check_number
+from .devices import Device, Link
 
 __all__ = [
     "Collective",
@@ -33,7 +32,7 @@ __all__ = [
     "operator_seconds",
 ]
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
 def operator_seconds(device: Device, flops: float, nbytes: float, dtype: str) -> float:
@@ -49,10 +48,8 @@ def operator_seconds(device: Device, flops: float, nbytes: float, dtype: str) ->
         dtype: in what it computes, a name of :data:`torch_shard.plan.devices.DTYPES`. Without operations it isn't asked for.
 
     Raises:
-        ConfigError: the device has no figure for the dtype, or a number is negative or not finite.
+        ConfigError: the device has no figure for the dtype.
     """
-    check_number("flops", flops, "operations")
-    check_number("nbytes", nbytes, "bytes")
     compute = 0.0
     if flops:
         if dtype not in device.peak_flops:
@@ -65,12 +62,7 @@ def operator_seconds(device: Device, flops: float, nbytes: float, dtype: str) ->
 
 
 def copy_seconds(link: Link, nbytes: float) -> float:
-    """Return the seconds of a copy over a link in one direction, such as from the host with ``device.host_link``.
-
-    Raises:
-        ConfigError: `nbytes` is negative or not finite.
-    """
-    check_number("nbytes", nbytes, "bytes")
+    """Return the seconds of a copy over a link in one direction, such as from the host with ``device.host_link``."""
     return link.latency + nbytes / link.rate
 
 
@@ -81,7 +73,7 @@ def collective_seconds(
 
     The ranks form rings, as in NCCL, which pass from node to node. Over several nodes an all-reduce may be a tree instead,
     which takes a number of steps that grows with the logarithm of the nodes, and moves a little more; the faster one counts.
-    Gathers, scatters and broadcasts are rings on any number of nodes, so that their latency grows with the number of ranks.
+    Gathers and scatters are rings on any number of nodes, so that their latency grows with the number of ranks.
 
     The NICs: `inter` is what each rank has. A node of 8 ranks in the group sends with 8 times this bandwidth, over 8 rings that
     each leave by another NIC; a group with one rank in each node, such as one that all-reduces between replicas, has that
@@ -89,22 +81,14 @@ def collective_seconds(
     share, ``inter.shared(ranks)``. If the last node has fewer ranks than the others, it is the bottleneck.
 
     Args:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``.
+        kind: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
         nbytes: the bytes of the whole, as NCCL's tests count: of the gathered result, of what is reduced on each rank before
-            it is scattered, of what is all-reduced or broadcast.
+            it is scattered, of what is all-reduced.
         ranks: the ranks of the group. One rank takes no time.
         ranks_per_node: how many of the group's ranks a node has. They fill one node after the other.
         intra: the link between ranks of a node.
         inter: the link between nodes, as each rank has it. Not used within one node.
-
-    Raises:
-        ConfigError: the kind is unknown, or a number is out of range.
     """
-    if kind not in get_args(Collective):
-        raise ConfigError(f"kind must be one of {', '.join(get_args(Collective))}, not {kind!r}.")
-    check_number("nbytes", nbytes, "bytes")
-    check_int("ranks", ranks, 1)
-    check_int("ranks_per_node", ranks_per_node, 1)
     if ranks == 1:
         return 0.0
     nodes = math.ceil(ranks / ranks_per_node)
@@ -139,8 +123,6 @@ def bytes_sent(kind: Collective, nbytes: float, ranks: int, ranks_per_node: int)
 
 def _moved(kind: Collective, ranks: int) -> float:
     """Return how many times its bytes a rank sends."""
-    if kind == "broadcast":
-        return float(ranks > 1)
     return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks  # it reduces and scatters, then gathers
 
 
@@ -168,16 +150,14 @@ class Stream:
     Attributes:
         name: the name, which its spans have.
         free: when the work that was issued ends.
-        busy: the sum of the seconds of its work.
     """
 
-    __slots__ = ("_timeline", "busy", "free", "name")
+    __slots__ = ("_timeline", "free", "name")
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline = timeline
         self.name = name
         self.free = 0.0
-        self.busy = 0.0
 
     def run(
         self,
@@ -199,24 +179,13 @@ class Stream:
 
         Returns:
             The span, as an event for others to wait for.
-
-        Raises:
-            ValueError: a number of seconds is negative or not finite.
         """
         timeline = self._timeline
-        issue = timeline.host_seconds if host_seconds is None else host_seconds
-        if not (0 <= seconds < math.inf and 0 <= issue < math.inf):
-            raise ValueError(f"seconds must be non-negative and finite, not {seconds!r} and {issue!r} of the host.")
-        timeline.host = timeline.host + issue
-        start = max(timeline.host, self.free)
-        for event in after:
-            if event.end > start:
-                start = event.end
+        timeline.host += timeline.host_seconds if host_seconds is None else host_seconds
+        start = max(timeline.host, self.free, *(event.end for event in after))
         span = Span(self.name, start, start + seconds, name, kind)
         self.free = span.end
-        self.busy += seconds
-        if span.end > timeline.total:
-            timeline.total = span.end
+        timeline.total = max(timeline.total, span.end)
         timeline.spans.append(span)
         return span
 
@@ -225,7 +194,7 @@ class Timeline:
     """Streams of a device, and the host that issues their work: one operator after the other, in the order of the calls.
 
     A step whose kernels are shorter than what the host takes to issue them is so bound by launches, which shows as gaps in its
-    streams. The host runs ahead of the device without limit, except where it :meth:`waits <wait>`.
+    streams. The host runs ahead of the device without limit.
 
     Attributes:
         host_seconds: what the host takes to issue one piece of work, if that doesn't say otherwise.
@@ -233,13 +202,9 @@ class Timeline:
         spans: all work, in the order in which it was issued.
         sent: the bytes that a rank sends or copies, by the kind of work and the link.
         total: when the last work ends.
-
-    Raises:
-        ConfigError: `host_seconds` is negative or not finite.
     """
 
     def __init__(self, host_seconds: float = 0.0) -> None:
-        check_number("host_seconds", host_seconds, "seconds")
         self.host_seconds = host_seconds
         self.host = 0.0
         self.spans: list[Span] = []
@@ -252,7 +217,3 @@ class Timeline:
         if name not in self._streams:
             self._streams[name] = Stream(self, name)
         return self._streams[name]
-
-    def wait(self, event: Span) -> None:
-        """Make the host wait for an event before it issues what comes next, as ``synchronize()`` and ``item()`` do."""
-        self.host = max(self.host, event.end)

@@ -32,7 +32,6 @@ def timeline_of(
     ranks_per_node: int,
     intra: Link,
     inter: Link,
-    tf32: bool = False,
     clock: list[float] | None = None,
 ) -> Timeline:
     """Return the time line of a step.
@@ -49,7 +48,6 @@ def timeline_of(
         device: what computes.
         ranks_per_node: how many ranks a node has.
         intra, inter: the links within a node, and between nodes as each rank has them.
-        tf32: matrix products of fp32 tensors are computed in tf32, where the device has that.
         clock: gets, for each event of the step, the second at which what was computed before it has ended.
 
     Raises:
@@ -57,7 +55,6 @@ def timeline_of(
     """
     timeline = Timeline(device.host_seconds)
     compute = timeline.stream("compute")
-    single = "tf32" if tf32 and "tf32" in device.peak_flops else "fp32"
     running: dict[int, Span] = {}
     awaited: list[Span] = []
     latest: list[Span] = []  # the latest work of the compute stream
@@ -71,7 +68,7 @@ def timeline_of(
             nbytes = event.read + event.written
             if not (nbytes or event.flops):
                 continue
-            dtype = single if event.dtype is None else _NAMES.get(event.dtype, single)
+            dtype = "fp32" if event.dtype is None else _NAMES.get(event.dtype, "fp32")
             seconds = operator_seconds(device, event.flops, nbytes, dtype)
             latest = [compute.run(seconds, awaited, event.module or event.name, "compute")]
             awaited = []
