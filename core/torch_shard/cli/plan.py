@@ -16,7 +16,7 @@ from ..config.bytes_text import read_bytes
 from ..config.precision import for_autocast
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError, UnavailableError
-from ..plan.devices import DEVICES, LINK_FORM, LINKS, Device, Link, device, link
+from ..plan.devices import DEVICES, LINK_FORM, Device, device, link
 from ..plan.hardware import OUTSIDE, Hardware
 from ..plan.memory_estimate import mib
 from ..plan.paste import PLACES, lines_for
@@ -83,7 +83,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found, and return the exit code."""
     _check(arguments)
-    figures = _device(arguments.device)
+    name = arguments.device
+    figures = Device.from_file(name) if name.endswith(".json") else device(name)
     memory = int(figures.memory_bytes) if arguments.memory is None else read_bytes("--memory", arguments.memory)
     path = None if arguments.html is None else check_path("--html", arguments.html)
     on_cpu = figures.name == "cpu"
@@ -94,8 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.gpus,
         device=figures,
         on="cpu" if on_cpu else "cuda",
-        intra=_link(arguments.link, within),
-        inter=_link(arguments.link_between_nodes, "ib-ndr400"),
+        intra=link(arguments.link or within),
+        inter=link(arguments.link_between_nodes),
         margin=arguments.margin,
     )
     if arguments.script is None:
@@ -203,11 +204,3 @@ def _model(name: str) -> Any:
             f"--model {name}: no causal language model of transformers, in a folder with a config.json or in the local cache: "
             f"{str(error).splitlines()[0]}"
         ) from error
-
-
-def _device(name: str) -> Device:
-    return Device.from_file(name) if name.endswith(".json") else device(name)
-
-
-def _link(given: str | None, default: str) -> Link:
-    return LINKS[default] if given is None else link(given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -154,14 +154,10 @@ class FakeModel:
             fake.requires_grad_()
         for key, value in tensor.__dict__.items():
             fake.__dict__.setdefault(key, value)  # marks such as `parameter._no_weight_decay`
-        for hook in _hooks(tensor._backward_hooks):
+        for hook in (tensor._backward_hooks or {}).values():
             fake.register_hook(hook)
-        for hook in _hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
             fake.register_post_accumulate_grad_hook(hook)
         self._fakes[id(tensor)] = (tensor, fake)
         self.named.append((kind, name, fake, place))
         return fake
-
-
-def _hooks(hooks: Any) -> Iterator[Any]:
-    yield from (hooks or {}).values()

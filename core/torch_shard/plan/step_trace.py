@@ -158,10 +158,7 @@ class ModuleExit:
     Backwards are nested like forwards, except that those of neighbours may overlap where autograd interleaves branches.
 
     Attributes:
-        module: see :class:`ModuleEnter`.
-        call: see :class:`ModuleEnter`.
-        backward: see :class:`ModuleEnter`.
-        recompute: see :class:`ModuleEnter`.
+        module, call, backward, recompute: those of its :class:`ModuleEnter`.
     """
 
     module: str
