@@ -31,7 +31,7 @@ _ZERO = ("current_device", "max_memory_allocated", "max_memory_reserved", "memor
 
 
 class OnHost(TorchFunctionMode):
-    """While it is entered, what names a GPU means the CPU. ``torch.cuda.is_available()`` stays False, and nothing is compiled."""
+    """A mode in which what names a GPU means the CPU. ``torch.cuda.is_available()`` stays False, and nothing is compiled."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ class _Script:
 
 
 class _GoOn(BaseException):
-    """In a branch: the search is the other process's; here the script goes on."""
+    """Raised in a branch, where the script goes on: the search is the other process's."""
 
 
 @contextlib.contextmanager

@@ -48,9 +48,9 @@ def _functions(names: Sequence[str]) -> set[Callable[..., Any]]:
 
 
 class CudaStandIn(TorchFunctionMode):
-    """While it is entered, the functions of torch treat the tensors that are meant for CUDA as CUDA would.
+    """A mode in which the functions of torch treat the tensors that are meant for CUDA as CUDA would.
 
-    With `all_on_device` the program names the CPU, and means the device.
+    With `all_on_device` the program names the CPU, and means the device. Enter it by :meth:`entered`.
     """
 
     def __init__(self, storages: Storages, all_on_device: bool = False):
@@ -64,7 +64,7 @@ class CudaStandIn(TorchFunctionMode):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter it, and replace what torch says of this machine's device, too."""
+        """Enter the mode, and replace what torch says of this machine's device, too."""
         kernels = ("cpu", *_get_foreach_kernels_supported_devices())
         with (
             patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: list(kernels)),

@@ -127,7 +127,7 @@ def _moved(kind: Collective, ranks: int) -> float:
 
 
 class Span(NamedTuple):
-    """Work on a stream, in seconds since the timeline's beginning. It is also the event that its end is.
+    """Work on a stream, in seconds since the timeline's beginning. Other work can wait for its end.
 
     Attributes:
         stream: the name of the stream.

@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, NoReturn
 from unittest.mock import patch
 
@@ -69,21 +69,18 @@ def trace_script(
     for stream in (1, 2):
         os.dup2(null.fileno(), stream)
     sys.stdout = sys.stderr = null
-    return ScriptStep(there, model, plan, config, device, checkpointed, offloaded)
+    return ScriptStep(there, model, device, computing_as(model, plan, config, checkpointed, offloaded))
 
 
 class ScriptStep:
-    """The step that is traced in this process, which is a branch. It is entered from the start, to the end of the process."""
+    """The step that is traced in this process, which is a branch, from where the step is made to the end of the process."""
 
     def __init__(
         self,
         told: Branch,
         model: nn.Module,
-        plan: Plan,
-        config: ShardConfig,
         device: Literal["cpu", "cuda"],
-        checkpointed: Iterable[nn.Module],
-        offloaded: bool,
+        computing: AbstractContextManager[dict[str, torch.dtype]],
     ):
         self._told = told
         self._model = model
@@ -95,7 +92,7 @@ class ScriptStep:
         register_module_forward_pre_hook(self._forward_begins)
         self._open.enter_context(_loading_outside())
         try:
-            dtypes = self._open.enter_context(computing_as(model, plan, config, checkpointed, offloaded))
+            dtypes = self._open.enter_context(computing)
             self._recorder: Recorder = self._open.enter_context(
                 tracing(model, device=device, optimizers=optimizers_of(model), dtypes=dtypes, all_on_device=True)
             )

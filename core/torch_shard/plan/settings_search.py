@@ -115,8 +115,11 @@ def search_step(
 
 
 Trace = Callable[[Plan, ShardConfig, int | None, list[nn.Module], bool], StepTrace]
-"""Traces one micro-batch: of so many samples, with settings and their plan, where the modules in the list recompute; True: their
-inputs wait in host memory."""
+"""A function that traces one micro-batch.
+
+It takes the plan, the settings, the number of samples (None: the step says itself), the modules that recompute, and True if the
+inputs of these wait in host memory.
+"""
 
 
 def search_with(
@@ -127,7 +130,7 @@ def search_with(
     batch: int | None = None,
     recomputes: bool = False,
 ) -> Search:
-    """Find settings as :func:`search` does, with another way to trace a step. `recomputes`: layers of the model do so already."""
+    """Find settings as :func:`search` does, by another function that traces. `recomputes`: layers of the model do so already."""
     try:
         layers = [] if recomputes else outermost(repeated_layers("checkpointing", model, config.units))
     except ConfigError:  # there are none
@@ -147,6 +150,8 @@ class _Way:
 
 @dataclasses.dataclass
 class _Searching:
+    """A search under way."""
+
     trace: Trace
     model: nn.Module
     base: ShardConfig
@@ -203,7 +208,10 @@ class _Searching:
             ]
 
     def _try(self, way: _Way, saves: bool) -> None:
-        """Estimate the strategies for one way to compute activations; where none fits and `saves`, those that take less, too."""
+        """Estimate the strategies for one way to compute activations.
+
+        Where none of them fits, and with `saves`, strategies that take less memory are estimated as well.
+        """
         names = way.checkpointing
         layers = [layer for layer in self.layers if names is True or (names and type(layer).__name__ in names)]
         # The trace depends on nothing in which the strategies differ.

@@ -79,7 +79,7 @@ def sharded_step(
 
 
 class _Alone:
-    """No rank reads the model alone."""
+    """Stands for reads of the model by one rank alone, which a replay has not."""
 
     running = False
 
@@ -88,7 +88,7 @@ class _Alone:
 
 
 class _Operations:
-    """No ranks are there to compare with."""
+    """Stands for the operations that ranks compare: in a replay there is one rank."""
 
     def __init__(self) -> None:
         self.on_difference = lambda: None

@@ -63,10 +63,10 @@ _FEW_ZEROS = 16 << 20  # bytes
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operator, and writes events down.
+    """A dispatch mode that sees every operator of a step, and writes down as events what happens.
 
     Attributes:
-        storages: those that are alive.
+        storages: the storages that are alive.
         failure: the operator that failed last, if one has.
     """
 

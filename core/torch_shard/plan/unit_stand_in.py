@@ -208,7 +208,7 @@ class UnitStandIn:
         self.state = State.SHARDED
 
     def note_resharded(self) -> None:
-        """Secondary shards are not modelled."""
+        """Do nothing: secondary shards are not modelled."""
 
     def drop_secondary_shards(self) -> None:
-        """Secondary shards are not modelled."""
+        """Do nothing: secondary shards are not modelled."""

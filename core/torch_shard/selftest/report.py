@@ -52,7 +52,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: what was checked is good; 1: something failed; 2: nothing could be checked."""
+        """The exit code: 0 if what was checked is good, 1 if something failed, 2 if nothing could be checked."""
         counts = self.counts
         return 1 if counts["failed"] else 0 if counts["passed"] else 2
 
