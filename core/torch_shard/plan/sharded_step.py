@@ -177,13 +177,14 @@ class _Replay:
 
     def _begin(self) -> None:
         """Write down what is there when a step begins that is not the first."""
+        offload = self.offload
+        host = offload is not None
         for unit in self.units:
             for flat in unit.flats:
-                host = self.offload is not None
                 self.log.allocate(flat.shard_nbytes(flat.dtypes.stored), "parameter", unit.name, on_host=host)
-                if host and (flat.dtypes.casts or not self.offload.params):  # type: ignore[union-attr]
+                if offload is not None and (flat.dtypes.casts or not offload.params):
                     crossing = flat.shard_nbytes(flat.dtypes.compute)
-                    self.log.allocate(crossing, "parameter", unit.name, on_host=self.offload.params)  # type: ignore[union-attr]
+                    self.log.allocate(crossing, "parameter", unit.name, on_host=offload.params)
                 grads = [flat.shard_nbytes(flat.dtypes.grad) for _ in flat.grads]
                 flat.grads = [self.log.allocate(nbytes, "gradient", unit.name, on_host=host) for nbytes in grads]
                 if flat.full is not None:

@@ -33,28 +33,28 @@ class OnDevice(ABC):
         """Make what is computed next wait for the copy; return the tensor."""
 
 
-Tensor = TypeVar("Tensor", bound=OnDevice)
+OnDeviceT = TypeVar("OnDeviceT", bound=OnDevice)
 
 
-class HostCopy(ABC, Generic[Tensor]):
+class HostCopy(ABC, Generic[OnDeviceT]):
     """The copy of one tensor on the host."""
 
-    def __init__(self, storage: torch.UntypedStorage, source: Tensor) -> None:
+    def __init__(self, storage: torch.UntypedStorage, source: OnDeviceT) -> None:
         self.storage = weakref.ref(storage)
         self.keep(source)
 
     @abstractmethod
-    def copy_back(self) -> Tensor:
+    def copy_back(self) -> OnDeviceT:
         """Start to copy the values to new memory on the device."""
 
     @abstractmethod
-    def resident(self, tensor: torch.Tensor) -> Tensor:
+    def resident(self, tensor: torch.Tensor) -> OnDeviceT:
         """Return `tensor`, which is on the device, and of which no copy is under way."""
 
-    def keep(self, source: Tensor) -> None:
+    def keep(self, source: OnDeviceT) -> None:
         """Keep the tensor's memory on the device, until :meth:`let_go`."""
-        self.source: Tensor | None = source
-        self.live: weakref.ref[Tensor] = weakref.ref(source)
+        self.source: OnDeviceT | None = source
+        self.live: weakref.ref[OnDeviceT] = weakref.ref(source)
 
     def let_go(self) -> None:
         """Drop the tensor of which this is the copy, once the copy has ended."""
@@ -62,7 +62,7 @@ class HostCopy(ABC, Generic[Tensor]):
             self.source.wait()
             self.source = None
 
-    def on_device(self) -> tuple[Tensor, bool]:
+    def on_device(self) -> tuple[OnDeviceT, bool]:
         """Return the values on the device, which may be on their way, and True if a copy had to be started for this."""
         there = self.source or self.live()
         if there is not None:
@@ -71,7 +71,7 @@ class HostCopy(ABC, Generic[Tensor]):
         self.live = weakref.ref(there)
         return there, True
 
-    def take(self, there: Tensor) -> torch.Tensor:
+    def take(self, there: OnDeviceT) -> torch.Tensor:
         """Hand the values over to backward, which frees their memory."""
         tensor = there.wait()
         if self.source is there:
@@ -79,7 +79,7 @@ class HostCopy(ABC, Generic[Tensor]):
         return tensor
 
 
-class KeptInputs(ABC, Generic[Tensor]):
+class KeptInputs(ABC, Generic[OnDeviceT]):
     """What autograd keeps of the inputs of a model's layers: copies on the host.
 
     Attributes:
@@ -91,12 +91,12 @@ class KeptInputs(ABC, Generic[Tensor]):
         self.min_bytes = min_bytes
         self.late = 0
         # All references are weak: the graph alone holds what is kept, so that nothing is left of a graph that is dropped.
-        self._copies: weakref.WeakValueDictionary[Any, HostCopy[Tensor]] = weakref.WeakValueDictionary()
-        self._on_device: list[weakref.ref[HostCopy[Tensor]]] = []
+        self._copies: weakref.WeakValueDictionary[Any, HostCopy[OnDeviceT]] = weakref.WeakValueDictionary()
+        self._on_device: list[weakref.ref[HostCopy[OnDeviceT]]] = []
         self._last: weakref.ref[_Call] | None = None
 
     @abstractmethod
-    def _new_copy(self, tensor: torch.Tensor) -> HostCopy[Tensor]:
+    def _new_copy(self, tensor: torch.Tensor) -> HostCopy[OnDeviceT]:
         """Start to copy a tensor to the host."""
 
     def moves(self, tensor: torch.Tensor) -> bool:
@@ -115,7 +115,7 @@ class KeptInputs(ABC, Generic[Tensor]):
         call = _Call(self)
         return torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack)
 
-    def _copy_of(self, tensor: torch.Tensor) -> HostCopy[Tensor]:
+    def _copy_of(self, tensor: torch.Tensor) -> HostCopy[OnDeviceT]:
         """Return the copy of a tensor, of which there is one for all layers that take the tensor."""
         storage = tensor.untyped_storage()
         place = (storage._cdata, tensor.storage_offset())
