@@ -174,6 +174,13 @@ class Precision:
         reduce = compute if kept or self.reduce_dtype is None else self.reduce_dtype
         return Dtypes(stored, compute, reduce, reduce if self.keep_low_precision_grads else stored)
 
+    def stored_in(self, module: nn.Module) -> torch.dtype:
+        """Return the dtype in which the parameters of `module` are stored."""
+        for p in module.parameters():
+            if p.is_floating_point() and p.element_size() > 1:
+                return self.dtypes(p.dtype, p.requires_grad, True).stored
+        return self.master_dtype or torch.get_default_dtype()
+
     def check_device(self, device: torch.device) -> None:
         """Raise an UnavailableError if the device lacks one of the dtypes. Not collective."""
         for field in ("param_dtype", "reduce_dtype"):

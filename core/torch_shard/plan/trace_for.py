@@ -16,7 +16,7 @@ from ..config.precision import precision_of
 from ..config.shard_config import ShardConfig
 from ..schedule.kept_inputs import checkpoint_keeping
 from ..utils.layer_caches import without_cache
-from ..utils.pytree import map_tensors
+from ..utils.pytree import map_tensors, tensors_in
 from .offloaded_inputs import OffloadedInputs
 from .plan import Plan
 from .step_trace import StepTrace
@@ -73,16 +73,21 @@ def _casting(model: nn.Module, plan: Plan, config: ShardConfig) -> Iterator[None
     """Let modules have their inputs cast as ``Precision.cast_inputs`` asks for."""
     precision = precision_of(config.precision)
     modules = dict(model.named_modules(remove_duplicate=False))
-    kept = {module for top in precision.kept_modules(model) for module in top.modules()}
+    kept = precision.kept_modules(model) if precision.cast_inputs else set()
+    inside_kept = {module for top in kept for module in top.modules()}
     computes = [p.dtypes.compute for p in plan.params if p.dtypes.casts]
     triggers = {trigger for unit in plan.units for trigger in unit.triggers} if precision.cast_inputs is True else set()
     with ExitStack() as stack:
-        for name in {"", *triggers} if precision.cast_inputs and computes else ():
-            module = modules[name]
-            dtype = precision.param_dtype or min(computes, key=lambda each: each.itemsize)
-            if module in kept:
-                dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-            hook = functools.partial(_cast_inputs, dtype)
+        for module in kept:
+            given: list[torch.dtype | None] = []
+            before = functools.partial(_keep_inputs, precision.stored_in(module), given)
+            stack.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(functools.partial(_keep_outputs, given)))
+        for module in {modules[name] for name in ("", *triggers)} if precision.cast_inputs and computes else ():
+            if module in inside_kept:
+                continue
+            compute = precision.param_dtype or min(computes, key=lambda each: each.itemsize)
+            hook = functools.partial(_cast_inputs, compute)
             stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if precision.output_dtype is not None:
             output_hook = functools.partial(_cast_output, precision.output_dtype)
@@ -91,11 +96,27 @@ def _casting(model: nn.Module, plan: Plan, config: ShardConfig) -> Iterator[None
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+    return map_tensors(value, to_dtype)
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _keep_inputs(
+    dtype: torch.dtype, given: list[torch.dtype | None], module: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Cast the inputs of a module that computes as it is stored; `given` gets the dtype that they had."""
+    given.append(next((t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()), None))
+    return _cast_inputs(dtype, module, args, kwargs)
+
+
+def _keep_outputs(given: list[torch.dtype | None], module: nn.Module, args: Any, output: Any) -> Any:
+    dtype = given.pop()
+    return output if dtype is None else _cast(output, dtype)
 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:

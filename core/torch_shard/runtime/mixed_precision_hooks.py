@@ -104,7 +104,7 @@ def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
     if precision.cast_inputs:
         for module in kept:
             given: list[torch.dtype | None] = []
-            before = partial(keep_inputs, _stored(module, precision), given)
+            before = partial(keep_inputs, precision.stored_in(module), given)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(keep_outputs, given), always_call=True)
         triggers: dict[nn.Module, list[Unit]] = {root: list(units)}
@@ -117,19 +117,10 @@ def register(root: nn.Module, units: list[Unit], precision: Precision) -> None:
             if module in inside_kept or not dtypes:
                 continue
             compute = precision.param_dtype or min(dtypes, key=lambda dtype: dtype.itemsize)
-            hook = partial(cast_inputs, own, compute, _stored(module, precision))
+            hook = partial(cast_inputs, own, compute, precision.stored_in(module))
             module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     device = units[0].collectives.device if units else None
     if device is not None and device.type != "cpu" and units[0].host is not None:
         root.register_forward_pre_hook(partial(move_inputs, device), prepend=True, with_kwargs=True)
     if precision.output_dtype is not None:
         root.register_forward_hook(partial(cast_root_outputs, precision.output_dtype))
-
-
-def _stored(module: nn.Module, precision: Precision) -> torch.dtype:
-    """Return the dtype in which the parameters of `module` are stored."""
-    for p in module.parameters():
-        dtypes = precision.dtypes(p.dtype, p.requires_grad, True)
-        if p.is_floating_point() and p.element_size() > 1:
-            return dtypes.stored
-    return precision.master_dtype or torch.get_default_dtype()

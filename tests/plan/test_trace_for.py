@@ -1,0 +1,65 @@
+"""A plain model that is traced for the settings of an engine computes in the dtypes in which it does when it is sharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import torch_shard
+from torch_shard import Precision, ShardConfig
+from torch_shard.plan.planner import make_plan
+from torch_shard.plan.trace_for import trace_for
+
+NOTED: list[torch.dtype] = []  # a trace runs a copy of the model, which notes them here, too
+
+
+class Told(nn.Module):
+    """A module that notes the dtypes with which it is called, and which it returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        NOTED.append(x.dtype)
+        out = self.inner(x)
+        NOTED.append(out.dtype)
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kept = nn.Sequential(Told(nn.LayerNorm(8)), Told(nn.Linear(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        NOTED.append(x.dtype)
+        out = self.kept(self.first(x))
+        NOTED.append(out.dtype)
+        return self.last(out)
+
+
+@pytest.mark.parametrize("cast_inputs", [True, "root"])
+@pytest.mark.parametrize("keep", [(), ("kept",), (nn.LayerNorm, nn.Linear)])
+def test_kept_modules_compute_as_they_are_stored(keep, cast_inputs):
+    precision = Precision(torch.bfloat16, keep=keep, cast_inputs=cast_inputs, output_dtype=torch.float64)
+    config = ShardConfig(precision=precision, units=("kept.*",))
+    results = []
+
+    def step(model):
+        out = model(torch.randn(2, 8))
+        results.append(out.dtype)
+        out.sum().backward()
+
+    NOTED.clear()
+    model = Model()
+    trace_for(model, step, make_plan(model, config, 1), config)
+    traced = NOTED.copy()
+    NOTED.clear()
+    torch_shard.shard(model, config)
+    step(model)
+    assert traced == NOTED
+    assert results == [torch.float64] * 2
+    assert (torch.float32 in traced) == bool(keep)
