@@ -39,7 +39,7 @@ from .coordination.uneven_batches import even_batches_set, join
 from .coordination.waiting import barrier, each
 from .models import methods, outside_autocast
 from .models.checks import check_model, check_optimizer, not_for_local_sgd
-from .models.placement import before_sharding, left_behind
+from .models.placement import left_behind
 from .models.unwrap import engine_of, engines_of, inner, mark_prepared
 from .settings.from_ddp_kwargs import config_with, register_hook
 from .settings.layers import checkpointed_layers, with_layer_units
@@ -194,12 +194,10 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         return _DTYPES.get(self.mixed_precision)
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
-        if (
-            self.device_placement and self.shard_plugin.offload is None
-        ):  # with offload the full model need not fit on the device
-            before_sharding(model, self.device)
+        # One process that places nothing computes where the user has put the model.
+        places = self.device_placement or self.shard_plugin.offload is not None or dist.is_initialized()
         with checkpointed_layers(model, self.shard_plugin, config):
-            engine = torch_shard.shard(model, config, mesh=self._mesh())
+            engine = torch_shard.shard(model, config, mesh=self.device if places else None)
         word_remedies(engine, _HANDLE, _SAVING)
         if self.device_placement:
             left_behind(model, self.device)
@@ -209,17 +207,6 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         _plugins[engine.config] = self.shard_plugin
         methods.install(model)
         return engine
-
-    def _mesh(self) -> Any:
-        """Return None for the default group; on GPUs a mesh of their kind, so that parameters on the CPU move there."""
-        if self.device.type == "cpu":
-            return None
-        if not dist.is_initialized():
-            return None if self.shard_plugin.offload is None else self.device
-        from torch.distributed.device_mesh import DeviceMesh
-
-        group: Any = dist.group.WORLD
-        return DeviceMesh.from_group(group, self.device.type)
 
     # -- optimizers -------------------------------------------------------------------------------------------------
     def prepare_optimizer(

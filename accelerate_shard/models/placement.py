@@ -1,27 +1,13 @@
-"""Placement on this rank's device of what sharding does not move there."""
+"""Parameters that are not sharded, and that therefore nothing else moves to the device."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from torch_shard import ShardTensor
 
-__all__ = ["before_sharding", "left_behind"]
-
-
-def before_sharding(model: nn.Module, device: torch.device) -> None:
-    """Move parameters and buffers to `device` if there is no process group to say which device is meant.
-
-    One by one, in the same objects; those on meta get their memory on the device anyway. Not collective.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        left_behind(model, device)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device.type == "cpu" != device.type:
-                    module._buffers[name] = buffer.to(device)
+__all__ = ["left_behind"]
 
 
 def left_behind(model: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch_shard.frontend import clip_norm, engines_over, explained_step, limit_
 
 from ..strategy import precision as _precision
 from ..strategy.metric_states import move_states
-from ..strategy.processes import ProcessesMixin, mesh_on
+from ..strategy.processes import ProcessesMixin
 from ..strategy.settings import SettingsMixin, same_config
 from ..strategy.signature import show_settings
 from .checkpoint import FabricCheckpointMixin
@@ -128,7 +128,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
         engine = torch_shard.engine_of(module)
         if engine is None:
             with checkpointed_layers(module, self._checkpointed, config.units, self._offloaded):
-                engine = torch_shard.shard(module, config, mesh=mesh_on(self.root_device))
+                engine = torch_shard.shard(module, config, mesh=self.root_device)
             word_remedies(engine, _HANDLE, _SAVING)
         elif not same_config(engine.config, config) or engine.device != self.root_device:
             raise ConfigError(

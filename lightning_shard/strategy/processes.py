@@ -11,7 +11,7 @@ from .._private import MixinBase, Shared
 from .environment import check_devices, check_ranks
 from .settings import StrategySettings
 
-__all__ = ["ProcessesMixin", "mesh_on"]
+__all__ = ["ProcessesMixin"]
 
 
 class ProcessesMixin(MixinBase):  # type: ignore[misc]
@@ -120,14 +120,3 @@ class ProcessesMixin(MixinBase):  # type: ignore[misc]
         if isinstance(tensor, torch.Tensor):
             return self._private.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
-
-
-def mesh_on(device: torch.device) -> Any:
-    """Return a mesh over all ranks on this kind of device; None if the engine chooses the same one by itself."""
-    if device.type == "cpu":
-        return None
-    # Parameters that are still on the CPU move to this device unit by unit, whatever the backend is.
-    from torch.distributed.device_mesh import DeviceMesh
-
-    group: Any = dist.group.WORLD
-    return DeviceMesh.from_group(group, device.type)

@@ -25,7 +25,7 @@ from ..checkpoint.full import is_sharded
 from ..checkpoint.strategy_mixin import CheckpointMixin
 from ..strategy import precision as _precision
 from ..strategy.metric_states import move_states
-from ..strategy.processes import ProcessesMixin, mesh_on
+from ..strategy.processes import ProcessesMixin
 from ..strategy.settings import SettingsMixin, same_config
 from ..strategy.signature import show_settings
 from . import weight_averaging as averaging
@@ -176,7 +176,7 @@ class TrainerStrategyMixin(
             self._layers_synced = True
         # Before sharding: afterwards the dtype of a parameter is fixed.
         self.model = self.precision_plugin.convert_module(self.model)
-        torch_shard.shard(self.model, config, mesh=mesh_on(self.root_device))
+        torch_shard.shard(self.model, config, mesh=self.root_device)
 
     def _reusable_engine(self, fitting: bool, config: ShardConfig) -> Engine | None:
         """Return the engine that an earlier run left on this model; close it if it does not fit this run."""
