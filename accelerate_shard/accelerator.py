@@ -25,10 +25,12 @@ from torch_shard import Engine, ShardConfig
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.frontend import (
     clip_norm,
+    each_rank,
     for_autocast,
     group_timeout,
     limit_values,
     precision_of,
+    wait_for_all,
     word_remedies,
     write_full_safetensors,
 )
@@ -36,7 +38,6 @@ from torch_shard.frontend import (
 from ._private import PREPARED_LISTS, refuse_local_sgd
 from .coordination import random_states
 from .coordination.uneven_batches import even_batches_set, join
-from .coordination.waiting import barrier, each
 from .models import methods, outside_autocast
 from .models.checks import check_model, check_optimizer, not_for_local_sgd
 from .models.placement import left_behind
@@ -170,7 +171,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
     def _on_each_rank(self, check: Callable[[], T]) -> T:
         """Run `check` on every rank; raise on all if it raises on one, for which they would wait in ``shard()``. Collective."""
         limit = self.shard_plugin.timeout
-        return each(check, "Accelerator.prepare", group_timeout(self.device) if limit is None else limit)
+        return each_rank(check, "Accelerator.prepare", group_timeout(self.device) if limit is None else limit)
 
     def _config_for(self, model: nn.Module) -> ShardConfig:
         """Return the settings of `model`'s engine. Not collective."""
@@ -298,8 +299,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
         def begin() -> None:
             accelerator = own()
             if accelerator is not None:
-                what = "the beginning of a dataloader"
-                barrier(engines_of(accelerator._models), group_timeout(accelerator.device), what)
+                accelerator._wait_for_all("the beginning of a dataloader")
 
         random_states.announce(prepared, begin)
         return prepared
@@ -343,8 +343,19 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             DivergenceError: at once, on all ranks: another rank is in something else that is collective, as in ``save_state``
                 under ``if accelerator.is_main_process:``.
         """
-        barrier(engines_of(self._models), group_timeout(self.device), "Accelerator.wait_for_everyone")
+        self._wait_for_all("Accelerator.wait_for_everyone")
         super().wait_for_everyone()
+
+    def _wait_for_all(self, what: str) -> None:
+        """Return when all ranks are in `what`, with an error that tells a rank what the others wait for. Collective.
+
+        In a barrier of torch's alone, rank 0 that calls ``save_state`` under ``if accelerator.is_main_process:`` and the other
+        ranks in the barrier behind it would wait for each other until the process group's timeout. Without a sharded model this
+        does nothing.
+        """
+        engines = engines_of(self._models)
+        if engines:
+            wait_for_all(engines[0], group_timeout(self.device), what)
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""Coordination of the ranks outside of the engine: waiting for each other, and uneven numbers of batches."""
+"""Coordination of the ranks outside of the engine: where dataloaders begin, and uneven numbers of batches."""

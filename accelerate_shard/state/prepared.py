@@ -12,11 +12,10 @@ from torch import nn
 
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError
-from torch_shard.frontend import engines_over, group_timeout
+from torch_shard.frontend import each_rank, engines_over, group_timeout
 from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, broadcast, each, plain_source, source_of
 
 from .._private import plain_optimizer
-from ..coordination import waiting
 from ..models.unwrap import engine_of, inner
 
 __all__ = ["OneRank", "Prepared", "Ranks", "path_of"]
@@ -122,7 +121,7 @@ class Ranks:
         if self._engine is not None:
             nonce = f"{self._nonce}/accelerate/{self._count}" if self._nonce else ""
             return each(self._engine, self.what, function, nonce, key)
-        return waiting.each(lambda: self._alone(function), self.what, group_timeout(torch.device("cpu")), key)
+        return each_rank(function, self.what, group_timeout(torch.device("cpu")), key)
 
     def on_first(self, function: Callable[[], Any]) -> None:
         """Run `function` on rank 0 while the others wait. Collective; raises as :meth:`each`."""
@@ -137,12 +136,6 @@ class Ranks:
             dist.broadcast_object_list(objects, 0)
         return objects[0]
 
-    def _alone(self, function: Callable[[], T]) -> T:
-        try:
-            return function()
-        except OSError as problem:
-            raise CheckpointError(f"rank {self.rank}: {self.what}: {problem}.") from problem
-
 
 class OneRank(Ranks):
     """This rank alone in the place of all ranks, for an operation in which the others take no part. Nothing is collective."""
@@ -155,7 +148,10 @@ class OneRank(Ranks):
 
     def each(self, function: Callable[[], T], key: object = None) -> T:
         """Run `function`; an OSError becomes a CheckpointError."""
-        return self._alone(function)
+        try:
+            return function()
+        except OSError as problem:
+            raise CheckpointError(f"{self.what}: {problem}.") from problem
 
     def broadcast(self, value: T) -> T:
         """Return `value`."""

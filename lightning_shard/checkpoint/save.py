@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError
+from torch_shard.frontend import each_rank, group_timeout
 from torch_shard.frontend.checkpoint import Source, broadcast, each, find, save_contents
 
 from .._private import MixinBase, Shared
@@ -95,10 +95,9 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
     # -- all ranks or none --------------------------------------------------------------------------------------------
     def _run_on_all(self, function: Callable[[], T]) -> T:
         """Run a function on every rank; all return, or all raise. Collective."""
-        engine = self.engine_or_none
+        engine, what = self.engine_or_none, "loading or saving a checkpoint"
         if engine is None:
-            return _run_on_all_ranks(function)
-        what = "loading or saving a checkpoint"
+            return each_rank(function, what, group_timeout(self.root_device))
         nonce = broadcast(engine, secrets.token_hex(8), what)  # makes a slow rank no missing one
         return each(engine, what, function, nonce=nonce)
 
@@ -146,22 +145,3 @@ def existing(path: Any) -> Any:
         raise CheckpointError(f"{path} is a link to {Path(path).readlink()}, where there is no checkpoint.")
     # A save that was killed may have left the older one under another name, where names can't be exchanged.
     return str(find(Path(path).absolute()))
-
-
-def _run_on_all_ranks(function: Callable[[], T]) -> T:
-    """Run a function on every rank of the default process group; all return, or all raise. Collective."""
-    error: Exception | None = None
-    result: T | None = None
-    try:
-        result = function()
-    except Exception as problem:
-        error = problem
-    if dist.is_available() and dist.is_initialized():
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
-        for rank, problem_there in enumerate(errors):
-            if error is None and problem_there is not None:
-                raise CheckpointError(f"rank {rank} has failed: {problem_there}")
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .. import errors
 from ..errors import CheckpointError, MissingRankError
 from .collectives import Collectives
 from .consensus import agree
 from .heartbeat_barrier import HeartbeatBarrier
 from .ports import ModelPort
+from .rendezvous import exchange_texts
 from .watchdog import blocking
 from .work import default_store
 
-__all__ = ["broadcast", "each", "gather", "heartbeat_barrier", "uncollected"]
+__all__ = ["broadcast", "each", "each_rank", "gather", "heartbeat_barrier", "uncollected"]
 
 T = TypeVar("T")
 
@@ -58,6 +61,52 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
     finally:
         if barrier is not None:  # every rank has read the messages of all others
             barrier.forget()
+    return result  # type: ignore[no-any-return]
+
+
+def each_rank(function: Callable[[], T], what: str, seconds: float, key: object = None) -> T:
+    """Run `function` on every rank of the default process group, where no model is sharded; all return, or all raise. Collective.
+
+    The ranks meet in the store, so that a rank that waits says for whom.
+
+    Args:
+        function: this rank's work, without collectives.
+        what: the name of the operation, for error messages.
+        seconds: the time to wait for the other ranks.
+        key: an object that must be equal on all ranks, or a function that makes it from the result.
+
+    Raises:
+        Exception: `function` failed on a rank. That rank raises its own exception, an OSError as a :class:`CheckpointError`;
+            the other ranks raise an error of its class that quotes it, a ShardError for a class that is not of this package.
+        MissingRankError: another rank did not come in that time.
+        DivergenceError: the keys differ.
+    """
+    world, me = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
+    error: Exception | None = None
+    result: Any = None
+    answer: dict[str, str] = {}
+    try:
+        result = function()
+        answer["key"] = repr(key(result) if callable(key) else key)
+    except OSError as problem:
+        error = CheckpointError(f"rank {me}: {what}: {problem}.")
+        error.__cause__ = problem
+    except Exception as problem:
+        error = problem
+    if error is not None:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    texts = {me: json.dumps(answer)}
+    if world > 1:
+        _, texts = exchange_texts(list(range(world)), "torch_shard/each_rank", texts[me], seconds, what)
+    if error is not None:
+        raise error
+    found = [json.loads(texts[rank]) for rank in range(world)]
+    for rank, other in enumerate(found):
+        if "error" in other:
+            raise getattr(errors, other["error"], errors.ShardError)(f"rank {rank} failed: {other['text']}")
+    keys = [other["key"] for other in found]
+    if len(set(keys)) > 1:
+        raise errors.DivergenceError(f"{what}: the ranks passed different arguments: {keys}.")
     return result  # type: ignore[no-any-return]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..comm import broadcast_buffers, consensus
+from ..comm.collective_steps import each_rank
 from ..comm.compressed_reduction import compressed
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
@@ -63,6 +64,7 @@ __all__ = [
     "copy_tensors",
     "defer",
     "deferred_of",
+    "each_rank",
     "engine_holding",
     "engines_over",
     "exchange_texts",
