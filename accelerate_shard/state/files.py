@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ from accelerate.utils.constants import (
     SCHEDULER_NAME,
 )
 
-from torch_shard.errors import CheckpointError, ShardError
+from torch_shard.errors import CheckpointError
+from torch_shard.frontend.checkpoint import read_pickled
 
 __all__ = [
     "CUSTOM",
@@ -36,7 +35,6 @@ __all__ = [
     "numbered",
     "random_states",
     "read",
-    "safely",
     "weights_name",
 ]
 
@@ -109,9 +107,6 @@ def _linked(source: str, target: str) -> str:
     return target
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
-
-
 def read(path: Path, weights_only: bool, **options: Any) -> Any:
     """Return what a pickled file holds, on the CPU unless `options` (of ``torch.load``) say otherwise. Not collective.
 
@@ -125,28 +120,5 @@ def read(path: Path, weights_only: bool, **options: Any) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or of a run with other objects.")
     options = {"map_location": "cpu", **options, "weights_only": weights_only}
-    return safely(lambda: accelerates_load(path, **options), path)
-
-
-def safely(load: Callable[[], Any], path: Path) -> Any:
-    """Call `load`, and say of its failure what it means for the file."""
-    try:
-        return load()
-    except ShardError:
-        raise
-    except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "nsupported" in line]
-        if lines and "Unsupported operand" not in lines[0]:
-            raise CheckpointError(
-                f"{path} holds objects that the safe loader does not accept ({lines[0]}). If you trust the file, load it with "
-                "ShardPlugin(weights_only=False) or load_state(..., load_kwargs={'weights_only': False}), or allow its classes "
-                "with torch.serialization.add_safe_globals([...])."
-            ) from error
-        raise CheckpointError(_damaged(path, error)) from error
-    except (EOFError, RuntimeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise CheckpointError(_damaged(path, error)) from error
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"{path} is damaged, or no such file: {type(error).__name__}: {first}. Load an earlier checkpoint."
+    remedy = "ShardPlugin(weights_only=False) or load_state(..., load_kwargs={'weights_only': False})"
+    return read_pickled(lambda: accelerates_load(path, **options), path, remedy)

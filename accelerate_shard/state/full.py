@@ -48,7 +48,7 @@ from torch_shard.frontend.checkpoint import (
 
 from ..models.full_weights import known
 from ..models.unwrap import engine_of, inner
-from .files import OPTIMIZER_NAME, numbered, read, safely
+from .files import OPTIMIZER_NAME, numbered, read
 from .prepared import Prepared, Ranks
 
 __all__ = ["FullModel", "FullOptimizer", "PlainModel", "get_state_dict", "optimizer_state", "save_model", "shard_in"]
@@ -208,12 +208,7 @@ class PlainModel:
 
     def __init__(self, model: nn.Module, path: Path, strict: bool, weights_only: bool) -> None:
         self.path, self._model, self._strict = path, model, strict
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            self._state: Any = safely(lambda: load_file(path), path)
-        else:
-            self._state = read(path, weights_only)
+        self._state: Any = read(path, weights_only) if path.suffix == ".bin" else dict(open_full(path).values)
         self.fingerprint: object = sorted(self._state)
 
     def compare(self) -> None:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torch_shard.errors import CheckpointError, ShardError
-from torch_shard.frontend.checkpoint import classes_of_data
+from torch_shard.frontend.checkpoint import classes_of_data, read_pickled
 from torch_shard.log import logger
 
 __all__ = ["classes_to_allow", "load_safely"]
 
 _UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch's variable, which counts where a call does not say
-# Parts of torch's messages: the bytes are no pickle; the pickle asks for something that is not allowed.
-_NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
-_REFUSED = ("GLOBAL", "Unsupported", "unsupported", "unrecognized", "Can only")
+_REMEDY = (
+    "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), in Fabric with fabric.load(..., "
+    "weights_only=False)"
+)
 
 
 def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | None) -> Any:
@@ -38,27 +37,9 @@ def load_safely(load: Callable[[bool], Any], path: Any, weights_only: bool | Non
     """
     if weights_only is None and os.environ.get(_UNSAFE, "").lower() in ("1", "y", "yes", "true"):
         weights_only = False
-    try:
-        if weights_only is not None:
-            return load(weights_only)
-        with torch.serialization.safe_globals(_harmless()):
-            return load(True)
-    except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        if weights_only is False or any(text in str(error) for text in _NO_PICKLE):
-            raise CheckpointError(f"{path} is damaged, or no checkpoint; nothing was loaded: {lines[-1]}") from error
-        # torch explains its two loaders at length, too.
-        found = next((line for line in lines if any(text in line for text in _REFUSED)), lines[0])
-        raise CheckpointError(
-            f"{path} holds objects that the safe loader does not accept ({found}). If you trust the file, load it with "
-            "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), in Fabric with "
-            "fabric.load(..., weights_only=False), or allow its classes with "
-            "torch.serialization.add_safe_globals([...])."
-        ) from error
-    except (EOFError, IndexError, KeyError, RuntimeError) as error:  # the second and third: opcodes that mean nothing
-        if isinstance(error, ShardError):
-            raise
-        raise CheckpointError(f"{path} is damaged, or no checkpoint; nothing was loaded: {error}") from error
+    allowed = _harmless() if weights_only is None else []
+    with torch.serialization.safe_globals(allowed):
+        return read_pickled(lambda: load(weights_only is not False), path, _REMEDY)
 
 
 def classes_to_allow(extra: Any) -> list[Any]:

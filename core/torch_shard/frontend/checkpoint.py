@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from ..checkpoint import PendingSave, load_contents, save_contents
 from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, find, hidden, remove, swap, tidy
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
+from ..checkpoint.format.torch_file import first_line, refused
 from ..checkpoint.full.load import FullLoad, by_name
 from ..checkpoint.full.open_files import open_full, refuse_damaged
 from ..checkpoint.plain_params import all_parameters, plain_source
@@ -30,6 +32,7 @@ from ..checkpoint.sharded.extra_shards import joined, map_shards, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
 from ..engine import Engine
+from ..errors import CheckpointError, ShardError
 from ..state import optimizer_state as named_state
 
 __all__ = [
@@ -66,6 +69,7 @@ __all__ = [
     "parameters_loaded",
     "plain_source",
     "read_contents",
+    "read_pickled",
     "refuse_damaged",
     "remove",
     "save_contents",
@@ -78,6 +82,37 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+# Parts of the messages with which pickle and torch say that bytes are no pickle at all.
+_NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
+
+
+def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
+    """Return what `load` reads from the file at `path`, and say of its failure what it means for the file. Not collective.
+
+    Args:
+        load: a function that reads with ``torch.load``.
+        path: the file, for messages.
+        remedy: what the user writes to read a trusted file without torch's safe loader, a part of a sentence.
+
+    Raises:
+        CheckpointError: the file is damaged or no checkpoint, or holds objects that the safe loader refuses.
+    """
+    try:
+        return load()
+    except ShardError:
+        raise
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+        text = str(error)
+        if text.startswith("Weights only load failed") and not any(part in text for part in _NO_PICKLE):
+            raise CheckpointError(
+                f"{path} holds objects that the safe loader does not accept ({refused(error)}). If you trust the file, load it "
+                f"with {remedy}, or allow its classes with torch.serialization.add_safe_globals([...])."
+            ) from error
+        raise CheckpointError(
+            f"{path} is damaged, or no checkpoint; nothing was loaded ({type(error).__name__}: {first_line(error)})."
+        ) from error
 
 
 # -- the ranks ----------------------------------------------------------------------------------------------------------
