@@ -28,10 +28,10 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import pkgutil
+import types
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
@@ -40,7 +40,6 @@ __all__ = [
     "TESTED",
     "MixinBase",
     "Private",
-    "Shared",
     "accumulates",
     "asked_weights_only",
     "average_of",
@@ -69,50 +68,35 @@ if TYPE_CHECKING:
 else:
     MixinBase = object
 
-_ROOTS = {
-    "lightning": ("lightning.pytorch", "lightning.fabric"),
-    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+# By the name that is used here, without Lightning's underscore: where it stands below the strategy's own package (the Trainer's or
+# Fabric's) and below Fabric's beside it.
+_OF_BOTH = {
+    "MisconfigurationException": "{own}.utilities.exceptions:MisconfigurationException",
+    "MixedPrecision": "{own}.plugins.precision:MixedPrecision",
+    "MultiProcessingLauncher": "{own}.strategies.launchers:_MultiProcessingLauncher",
+    "Precision": "{own}.plugins.precision:Precision",
+    "SubprocessScriptLauncher": "{own}.strategies.launchers:_SubprocessScriptLauncher",
+    "TorchCheckpointIO": "{own}.plugins.io:TorchCheckpointIO",
+    "default_backend_for_device": "{fabric}.utilities.distributed:_get_default_process_group_backend_for_device",
+    "default_pg_timeout": "{fabric}.plugins.collectives.torch_collective:default_pg_timeout",
+    "init_dist_connection": "{fabric}.utilities.distributed:_init_dist_connection",
+    "sync_ddp_if_available": "{fabric}.utilities.distributed:_sync_ddp_if_available",
+    "version": "{own}:__version__",
 }
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What both strategies use of one namespace of Lightning. Fields have Lightning's names, without the underscore."""
-
-    SubprocessScriptLauncher: Any
-    MultiProcessingLauncher: Any
-    init_dist_connection: Callable[..., None]
-    default_backend_for_device: Callable[[Any], str]
-    sync_ddp_if_available: Callable[..., Any]
-    rank_zero_only: tuple[Any, ...]
-    default_pg_timeout: Any
-    MisconfigurationException: type[Exception]
-    WrappingCheckpointIO: Any
-    TorchCheckpointIO: Any
-    version: str
-    # Parts of Lightning that are public, but wanted by both namespaces' classes.
-    Precision: Any
-    MixedPrecision: Any
-    refused_precision: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Private(Shared):
-    """What the Trainer's strategy uses of one namespace."""
-
-    optimizers_to_device: Callable[[Any, Any], None]
-    update_properties: Callable[..., None]
-    reset_seed: Callable[[], None]
-    LightningEnvironment: Any
-    LightningOptimizer: Any
-    TrainerFn: Any
-    ModelCheckpoint: Any
-    ModelPruning: Any
-    SIGTERMException: Any
-    StochasticWeightAveraging: Any
-    WeightAveraging: Any
-
-
+_OF_TRAINER = {
+    "LightningEnvironment": "{fabric}.plugins.environments:LightningEnvironment",
+    "LightningOptimizer": "{own}.core.optimizer:LightningOptimizer",
+    "ModelCheckpoint": "{own}.callbacks:ModelCheckpoint",
+    "ModelPruning": "{own}.callbacks:ModelPruning",
+    "SIGTERMException": "{own}.utilities.exceptions:SIGTERMException",
+    "StochasticWeightAveraging": "{own}.callbacks:StochasticWeightAveraging",
+    "TrainerFn": "{own}.trainer.states:TrainerFn",
+    "WeightAveraging": "{own}.callbacks:WeightAveraging",
+    "WrappingCheckpointIO": "{own}.plugins.io.wrapper:_WrappingCheckpointIO",
+    "optimizers_to_device": "{fabric}.utilities.optimizer:_optimizers_to_device",
+    "reset_seed": "{fabric}.utilities.seed:reset_seed",
+    "update_properties": "{fabric}.utilities.device_dtype_mixin:_update_properties",
+}
 _REFUSED_PRECISION = (
     "BitsandbytesPrecision",
     "DeepSpeedPrecision",
@@ -122,67 +106,36 @@ _REFUSED_PRECISION = (
 )
 
 
-def _getter(root: str) -> Callable[[str], Any]:
-    """Return a function that looks up names below a package, as in ``"strategies.launchers._SubprocessScriptLauncher"``."""
+class Private(types.SimpleNamespace):
+    """What a strategy uses of one namespace of Lightning: the names of the tables above, and what follows from the namespace."""
 
-    def get(path: str) -> Any:
-        module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(f"{root}.{module}"), name)
-
-    return get
-
-
-def _shared(root: str, fabric_root: str, wrapping_io: Any) -> Shared:
-    """Return what is used of the package `root`, the Trainer's or Fabric's, and of Fabric's beside it."""
-    own, fabric = _getter(root), _getter(fabric_root)
-    return Shared(
-        SubprocessScriptLauncher=own("strategies.launchers._SubprocessScriptLauncher"),
-        MultiProcessingLauncher=own("strategies.launchers._MultiProcessingLauncher"),
-        init_dist_connection=fabric("utilities.distributed._init_dist_connection"),
-        default_backend_for_device=fabric("utilities.distributed._get_default_process_group_backend_for_device"),
-        sync_ddp_if_available=fabric("utilities.distributed._sync_ddp_if_available"),
+    def __init__(self, names: Mapping[str, str], own: str, fabric: str) -> None:
+        found = {name: pkgutil.resolve_name(path.format(own=own, fabric=fabric)) for name, path in names.items()}
+        super().__init__(**found)
+        self.refused_precision = tuple(
+            pkgutil.resolve_name(f"{own}.plugins.precision:{name}") for name in _REFUSED_PRECISION
+        )
         # Lightning keeps the rank in each of these; `rank_zero_info` and the loggers read them.
-        rank_zero_only=(
-            own("utilities.rank_zero.rank_zero_only"),
-            importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only,
-        ),
-        default_pg_timeout=fabric("plugins.collectives.torch_collective.default_pg_timeout"),
-        MisconfigurationException=own("utilities.exceptions.MisconfigurationException"),
-        WrappingCheckpointIO=wrapping_io,
-        TorchCheckpointIO=own("plugins.io.TorchCheckpointIO"),
-        version=str(importlib.import_module(root).__version__),
-        Precision=own("plugins.precision.Precision"),
-        MixedPrecision=own("plugins.precision.MixedPrecision"),
-        refused_precision=tuple(own(f"plugins.precision.{name}") for name in _REFUSED_PRECISION),
-    )
+        places = (f"{own}.utilities.rank_zero", "lightning_utilities.core.rank_zero")
+        self.rank_zero_only = tuple(pkgutil.resolve_name(f"{place}:rank_zero_only") for place in places)
 
 
 @functools.cache
 def private(namespace: str) -> Private:
-    """Import and return what is used of ``"lightning"`` or ``"pytorch_lightning"``."""
-    root, fabric_root = _ROOTS[namespace]
-    pl, fabric = _getter(root), _getter(fabric_root)
-    return Private(
-        **vars(_shared(root, fabric_root, pl("plugins.io.wrapper._WrappingCheckpointIO"))),
-        optimizers_to_device=fabric("utilities.optimizer._optimizers_to_device"),
-        update_properties=fabric("utilities.device_dtype_mixin._update_properties"),
-        reset_seed=fabric("utilities.seed.reset_seed"),
-        LightningEnvironment=fabric("plugins.environments.LightningEnvironment"),
-        LightningOptimizer=pl("core.optimizer.LightningOptimizer"),
-        TrainerFn=pl("trainer.states.TrainerFn"),
-        ModelCheckpoint=pl("callbacks.ModelCheckpoint"),
-        ModelPruning=pl("callbacks.ModelPruning"),
-        SIGTERMException=pl("utilities.exceptions.SIGTERMException"),
-        StochasticWeightAveraging=pl("callbacks.StochasticWeightAveraging"),
-        WeightAveraging=pl("callbacks.WeightAveraging"),
-    )
+    """Import and return what the Trainer's strategy uses of ``"lightning"`` or ``"pytorch_lightning"``."""
+    own, fabric = {
+        "lightning": ("lightning.pytorch", "lightning.fabric"),
+        "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+    }[namespace]
+    return Private({**_OF_BOTH, **_OF_TRAINER}, own, fabric)
 
 
 @functools.cache
-def fabric_private(namespace: str) -> Shared:
-    """Import and return what Fabric's strategy uses of ``"lightning"`` (``lightning.fabric``) or ``"lightning_fabric"``."""
-    root = "lightning.fabric" if namespace == "lightning" else namespace
-    return _shared(root, root, ())  # Fabric has no plugins around others
+def fabric_private(package: str) -> Private:
+    """Import and return what Fabric's strategy uses of ``"lightning.fabric"`` or ``"lightning_fabric"``."""
+    found = Private(_OF_BOTH, package, package)
+    found.WrappingCheckpointIO = ()  # Fabric has no plugins around others
+    return found
 
 
 def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:

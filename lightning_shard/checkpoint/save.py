@@ -15,7 +15,7 @@ from torch_shard.errors import CheckpointError
 from torch_shard.frontend import each_rank, group_timeout
 from torch_shard.frontend.checkpoint import Source, broadcast, each, find, save_contents
 
-from .._private import MixinBase, Shared
+from .._private import MixinBase, Private
 from ..strategy.settings import StrategySettings
 from . import files as _files
 from .safe_load import classes_to_allow
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class SavingMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that has a plugin for single files, and an engine (``engine_or_none``) over whose ranks it saves."""
 
-    _private: Shared
+    _private: Private
     _settings: StrategySettings
     _checkpoint_io: Any
     _file_io: Any  # the class of CheckpointIO that is used where the user has given none

@@ -21,7 +21,6 @@ from torch_shard.errors import CheckpointError, ConfigError, StateDictError
 from torch_shard.frontend import agree, refuse_inside
 from torch_shard.log import logger
 
-from .._private import Private
 from . import extra_shards as _extra
 from . import files as _files
 from . import full as _full

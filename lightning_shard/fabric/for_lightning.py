@@ -10,7 +10,7 @@ from .strategy import FabricStrategyMixin
 
 __all__ = ["ShardFabricStrategy"]
 
-_PRIVATE = fabric_private("lightning")
+_PRIVATE = fabric_private("lightning.fabric")
 
 
 class _FileIO(FileMixin, _PRIVATE.TorchCheckpointIO):  # type: ignore[misc, name-defined]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._private import Shared
+from .._private import Private
 
 __all__ = ["check_devices", "check_ranks"]
 
 _DEVICES = ("cpu", "cuda")  # that the engine shards on
 
 
-def check_devices(devices: Sequence[torch.device] | None, private: Shared) -> None:
+def check_devices(devices: Sequence[torch.device] | None, private: Private) -> None:
     """Raise MisconfigurationException if ranks on these devices can't shard."""
     for kind in sorted({device.type for device in devices or ()}):
         if kind not in _DEVICES:
@@ -25,7 +25,7 @@ def check_devices(devices: Sequence[torch.device] | None, private: Shared) -> No
             )
 
 
-def check_ranks(environment: Any, devices: int, nodes: int, private: Shared) -> None:
+def check_ranks(environment: Any, devices: int, nodes: int, private: Private) -> None:
     """Raise MisconfigurationException if the cluster environment contradicts the run's size or the existing process group.
 
     With another number of ranks than devices * nodes, samplers would give samples to ranks that don't exist, or give some twice.

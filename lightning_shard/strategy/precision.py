@@ -10,12 +10,12 @@ from torch import nn
 from torch_shard import ShardConfig
 from torch_shard.frontend import for_autocast
 
-from .._private import Shared
+from .._private import Private
 
 __all__ = ["check", "config_for"]
 
 
-def check(plugin: Any, private: Shared, strategy: str = "ShardStrategy") -> None:
+def check(plugin: Any, private: Private, strategy: str = "ShardStrategy") -> None:
     """Raise for a precision plugin that can't be right.
 
     Raises:
@@ -28,7 +28,7 @@ def check(plugin: Any, private: Shared, strategy: str = "ShardStrategy") -> None
         )
 
 
-def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Shared) -> ShardConfig:
+def config_for(plugin: Any, config: ShardConfig, module: nn.Module, private: Private) -> ShardConfig:
     """Return `config` with what a plugin of mixed precision means (see :func:`torch_shard.frontend.for_autocast`)."""
     if not isinstance(plugin, private.MixedPrecision):
         return config

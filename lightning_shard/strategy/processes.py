@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._private import MixinBase, Shared
+from .._private import MixinBase, Private
 from .environment import check_devices, check_ranks
 from .settings import StrategySettings
 
@@ -17,7 +17,7 @@ __all__ = ["ProcessesMixin"]
 class ProcessesMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that knows processes and their group, and nothing of what they train."""
 
-    _private: Shared
+    _private: Private
     _launchers: tuple[Any, Any]  # for popen; for the start methods of multiprocessing
     _num_nodes: int
     _process_group_backend: str | None

@@ -17,7 +17,7 @@ from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import group_timeout
 
-from .._private import MixinBase, Shared
+from .._private import MixinBase, Private
 from . import precision as _precision
 
 __all__ = [
@@ -104,7 +104,7 @@ class StrategySettings:
 class SettingsMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that keeps what the user has chosen, and makes an engine's settings of it."""
 
-    _private: Shared
+    _private: Private
     _settings: StrategySettings
 
     def _keep_settings(self, config: ShardConfig | None, given: Mapping[str, Any]) -> None:
