@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 else:
     MixinBase = object
 
-# By the name that is used here, without Lightning's underscore: where it stands below the strategy's own package (the Trainer's or
-# Fabric's) and below Fabric's beside it.
+# Names of Lightning's, without the underscore, and where each stands: in the strategy's own package (the Trainer's or Fabric's)
+# or in Fabric's beside it.
 _OF_BOTH = {
     "MisconfigurationException": "{own}.utilities.exceptions:MisconfigurationException",
     "MixedPrecision": "{own}.plugins.precision:MixedPrecision",

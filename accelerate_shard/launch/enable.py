@@ -47,8 +47,6 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
     set_enabled_plugin(checked)
     take_over_launch()
     _FINDER.install()
-    if _TRAINER in sys.modules:
-        _apply_to_trainer(sys.modules[_TRAINER])
 
 
 def disable() -> None:
@@ -98,14 +96,18 @@ def _apply_to_trainer(module: ModuleType) -> None:
 
 
 class Finder:
-    """Finds nothing itself: lets the other finders find some modules, and has each followed by what we do with it."""
+    """Lets the other import finders find some modules, and calls a function with each when it has been executed."""
 
     def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
         self.then = then
 
     def install(self) -> None:
+        """Put this before the other finders. What has been imported already is followed at once, each time."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        for name, then in self.then.items():
+            if name in sys.modules:
+                then(sys.modules[name])
 
     def remove(self) -> None:
         if self in sys.meta_path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +19,7 @@ def prepare() -> None:
     from .enable import Finder, enable
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if _ARGUMENTS in sys.modules:
-        _train_on_cpu(sys.modules[_ARGUMENTS])
-    else:
-        Finder({_ARGUMENTS: _train_on_cpu}).install()
+    Finder({_ARGUMENTS: _train_on_cpu}).install()
     enable()
 
 

@@ -34,7 +34,6 @@ __all__ = ["CheckpointMixin"]
 class CheckpointMixin(SavingMixin):
     """The part of a strategy that saves and loads."""
 
-    _private: Private
     _weights_only_asked: bool | None
     _failed: bool
     _prepared: bool  # the run's module is sharded

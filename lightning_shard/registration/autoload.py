@@ -10,6 +10,7 @@ This file imports nothing of torch and nothing of Lightning, and no exception le
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Collection
 from importlib.machinery import ModuleSpec
@@ -37,9 +38,11 @@ class AfterImport:
         self.names, self.then = names, then
 
     def install(self) -> None:
-        """Put this before the other finders. Modules that have been imported already are not followed."""
+        """Put this before the other finders, and follow the modules that have been imported already at once. Idempotent."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            for module in [sys.modules[name] for name in self.names if name in sys.modules]:
+                self.then(module)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self.names:
@@ -93,14 +96,7 @@ _FINDER = AfterImport(REGISTRIES, _register)
 
 
 def install() -> None:
-    """Prepend the finder; where Lightning has been imported already, register at once. Idempotent. Never raises."""
-    try:
-        if _FINDER not in sys.meta_path:
-            _FINDER.install()
-            for name, (registry, _) in REGISTRIES.items():
-                module = sys.modules.get(name)
-                if module is not None and hasattr(module, registry):
-                    _register(module)
-    except Exception:
-        # There is no good place for a message this early; `strategy="shard"` then is an unknown name to Lightning.
-        return
+    """Register in what has been imported of Lightning, and in the rest when it is. Idempotent. Never raises."""
+    # There is no good place for a message this early; `strategy="shard"` then is an unknown name to Lightning.
+    with contextlib.suppress(Exception):
+        _FINDER.install()

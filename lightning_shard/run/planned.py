@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import ModuleType
 
 from ..registration.autoload import AfterImport
@@ -21,9 +20,6 @@ def prepare() -> None:
     settings = read_settings([], os.environ)[0] if RUNS in os.environ else {}
     take_over(settings, [])
     AfterImport(_private.ROOTS, _follow).install()
-    for name in _private.ROOTS:
-        if name in sys.modules:
-            _follow(sys.modules[name])
 
 
 def _follow(module: ModuleType) -> None:

@@ -49,11 +49,7 @@ def take_over(settings: Mapping[str, Any], restart: Sequence[str]) -> None:
         restart: the arguments of ``python -m lightning_shard`` up to the program's own, for the ranks that a program starts.
     """
     note_fully_shard()
-    follow = functools.partial(_change, settings, restart)
-    AfterImport(_private.ROOTS, follow).install()
-    for name in _private.ROOTS:
-        if name in sys.modules:
-            follow(sys.modules[name])
+    AfterImport(_private.ROOTS, functools.partial(_change, settings, restart)).install()
 
 
 def _change(settings: Mapping[str, Any], restart: Sequence[str], module: ModuleType) -> None:

@@ -41,32 +41,14 @@ class EvaluationMixin(MixinBase):  # type: ignore[misc]
     def on_validation_start(self) -> None:
         """Note that the first batch comes."""
         self._begins = True
-        super().on_validation_start()
 
-    def on_test_start(self) -> None:
-        """Note that the first batch comes."""
-        self._begins = True
-        super().on_test_start()
-
-    def on_predict_start(self) -> None:
-        """Note that the first batch comes."""
-        self._begins = True
-        super().on_predict_start()
+    on_test_start = on_predict_start = on_validation_start
 
     def on_validation_end(self) -> None:
         """Release full parameters after the last batch and its callbacks."""
         self._release_full()
-        super().on_validation_end()
 
-    def on_test_end(self) -> None:
-        """Release full parameters after the last batch and its callbacks."""
-        self._release_full()
-        super().on_test_end()
-
-    def on_predict_end(self) -> None:
-        """Release full parameters after the last batch and its callbacks."""
-        self._release_full()
-        super().on_predict_end()
+    on_test_end = on_predict_end = on_validation_end
 
     @contextlib.contextmanager
     def _evaluating(self, step: str) -> Iterator[None]:
