@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.utils import clean_state_dict_for_safetensors, is_compiled_module
-from accelerate.utils.constants import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_PATTERN_NAME,
-)
+from accelerate.utils import is_compiled_module
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -46,7 +38,7 @@ from torch_shard.frontend.checkpoint import (
     size_of,
 )
 
-from ..models.full_weights import known
+from ..models.full_weights import known, known_weights
 from ..models.unwrap import engine_of, inner
 from .files import OPTIMIZER_NAME, numbered, read
 from .prepared import Prepared, Ranks
@@ -84,17 +76,22 @@ def shard_in(obj: Any) -> ShardTensor | None:
     return next((t for found in leaves for t in found if isinstance(t, ShardTensor)), None)
 
 
-def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: bool) -> bool:
-    """Write a model's weights; return False if Accelerate's own method has to do it. Collective."""
-    engine = _engine(model)
-    if engine is None:
-        return False
-    in_hook = known(inner(model))
-    if in_hook is not None:
-        # Accelerate's own method writes then, and asks for the state dict.
-        return not in_hook.is_first
-    if not all_read(engine, "Accelerator.save_model"):
-        return False  # on this rank alone, as under `if accelerator.is_main_process`
+def save_model(
+    model: nn.Module,
+    folder: Any,
+    max_shard_size: int | str,
+    safe: bool,
+    own: Callable[[nn.Module, Any, Any, bool], None],
+) -> None:
+    """Write a model's weights. Collective. `own` is Accelerate's method, which asks the Accelerator for the state dict."""
+    engine, in_hook = _engine(model), known(inner(model))
+    if in_hook is not None and not in_hook.is_first:
+        return
+    if engine is None or in_hook is not None or not all_read(engine, "Accelerator.save_model"):
+        own(
+            model, folder, max_shard_size, safe
+        )  # the last: on this rank alone, as under `if accelerator.is_main_process`
+        return
     ranks = Ranks([engine], "Accelerator.save_model")
     target = Path(os.path.abspath(os.fspath(folder)))
 
@@ -114,12 +111,12 @@ def save_model(model: nn.Module, folder: Any, max_shard_size: int | str, safe: b
             engine.save_full(beside / "weights", format="safetensors", max_shard_size=limit)
         else:
             state = full_state_dict(engine, inner(model), rank0_only=True)
-            ranks.on_first(lambda: _write(state, beside / "weights", limit, safe))
+            with known_weights(inner(model), state, ranks.is_first):
+                ranks.on_first(lambda: own(model, beside / "weights", limit, safe))
         ranks.on_first(lambda: _put(beside / "weights", target, safe))
     finally:
         if ranks.is_first:
             shutil.rmtree(beside, ignore_errors=True)
-    return True
 
 
 def _make(target: Path, beside: Path) -> None:
@@ -128,24 +125,6 @@ def _make(target: Path, beside: Path) -> None:
         if re.fullmatch(r"\.model\.saving-[0-9a-f]{16}", name):
             shutil.rmtree(target / name, ignore_errors=True)
     beside.mkdir()
-
-
-def _write(state: dict[str, Any], folder: Path, limit: int, safe: bool) -> None:
-    """Write files with the entries divided as stock Accelerate divides them: safetensors or torch's."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    folder.mkdir()
-    if safe:
-        state = clean_state_dict_for_safetensors(state)
-    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
-    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=limit)
-    for name, entries in split.filename_to_tensors.items():
-        part = {entry: state[entry] for entry in entries}
-        accelerate.utils.save(part, str(folder / name), safe_serialization=safe)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        path = folder / (SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME)
-        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _put(new: Path, target: Path, safe: bool) -> None:

@@ -92,8 +92,7 @@ class StateMixin(_Base):  # type: ignore[misc]
             ConfigError: `max_shard_size` is no size.
             MissingRankError: not all ranks have called it.
         """
-        if not save_model(model, save_directory, max_shard_size, safe_serialization):
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        save_model(model, save_directory, max_shard_size, safe_serialization, super().save_model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write `obj` on the main process (of each node), as Accelerate's method does. Not collective.
