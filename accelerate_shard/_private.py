@@ -112,35 +112,30 @@ def accelerator_of_trainers(kind: Callable[..., Any]) -> Iterator[None]:
         module.Accelerator = before
 
 
-def _is_a(module: nn.Module, package: str, path: str, name: str) -> bool:
+def _is_a(module: nn.Module, path: str, name: str) -> bool:
     """Return True if `module` is of a class of a library, which is not imported for it."""
-    if package not in sys.modules:
-        return False
-    home = sys.modules.get(path)
-    kind = getattr(home, name, None) if home is not None else None
+    kind = getattr(sys.modules.get(path), name, None)
     return isinstance(kind, type) and isinstance(module, kind)
 
 
 def generates(module: nn.Module) -> bool:
     """Return True if `module` has transformers' ``generate``, or PEFT's around it."""
-    return _is_a(module, "transformers", "transformers.generation.utils", "GenerationMixin") or is_peft_model(module)
+    return _is_a(module, "transformers.generation.utils", "GenerationMixin") or is_peft_model(module)
 
 
 def is_peft_model(module: nn.Module) -> bool:
     """Return True if `module` is a ``PeftModel`` or a ``PeftMixedModel``."""
-    return _is_a(module, "peft", "peft.peft_model", "PeftModel") or _is_a(
-        module, "peft", "peft.mixed_model", "PeftMixedModel"
-    )
+    return _is_a(module, "peft.peft_model", "PeftModel") or _is_a(module, "peft.mixed_model", "PeftMixedModel")
 
 
 def takes_adapters(module: nn.Module) -> bool:
     """Return True if adapters can be added to `module`: a ``PeftModel``, or a transformers model with PEFT's methods."""
-    return is_peft_model(module) or _is_a(module, "transformers", "transformers.integrations.peft", "PeftAdapterMixin")
+    return is_peft_model(module) or _is_a(module, "transformers.integrations.peft", "PeftAdapterMixin")
 
 
 def is_tuner(module: nn.Module) -> bool:
     """Return True if `module` merges adapters into weights, as a ``LoraModel`` within a ``PeftModel`` does."""
-    return _is_a(module, "peft", "peft.tuners.tuners_utils", "BaseTuner")
+    return _is_a(module, "peft.tuners.tuners_utils", "BaseTuner")
 
 
 def prompt_encoders(module: nn.Module) -> list[nn.Module]:

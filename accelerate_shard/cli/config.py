@@ -18,7 +18,7 @@ import torch
 
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
-from torch_shard.frontend.launch import text_of_offload
+from torch_shard.frontend.launch import one_of, text_of_offload
 
 from ..settings.config_file import read_launch_file
 from ..settings.from_deepspeed import fields_of, of_yaml
@@ -59,12 +59,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _precision(text: str) -> str:
-    if text.lower() not in _PRECISIONS:
-        raise ValueError
-    return text.lower()
-
-
 def _usual_precision(answers: dict[str, Any]) -> str:
     return "bf16" if not answers["cpu"] and torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "no"
 
@@ -85,7 +79,7 @@ QUESTIONS = (
     _setting("strategy", "What is sharded? full_shard is ZeRO-3, shard_grad_op ZeRO-2, shard_optim ZeRO-1.", "full_shard"),
     _setting("offload", "What is in host memory? cpu: parameters and optimizer state; params=false: the latter alone.", None),
     _setting("layer_classes", "Which modules are gathered together? Nothing: the automatic plan.", ()),
-    Question("mixed_precision", "Mixed precision?", _usual_precision, _precision, ", ".join(_PRECISIONS)),
+    Question("mixed_precision", "Mixed precision?", _usual_precision, one_of(*_PRECISIONS), ", ".join(_PRECISIONS)),
     _setting("fp32_masters", "Keep 16-bit models in fp32 between steps?", True),
     _setting("activation_checkpointing", "Recompute the layers' activations in backward, to save memory?", False, "debug"),
     _setting("activation_offload", "Have the layers' inputs wait for that in host memory, to save more?", False, "debug"),

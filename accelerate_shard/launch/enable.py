@@ -15,9 +15,9 @@ from torch_shard import ShardConfig
 from torch_shard.frontend import write_full_safetensors
 from torch_shard.frontend.launch import Replaced, replace_everywhere
 
-from ..settings.chosen import set_enabled_plugin
 from ..settings.from_environment import launch_plugin, take_over_launch
 from ..settings.plugin import ShardPlugin, plugin_of
+from ..settings.resolve import set_enabled_plugin
 
 __all__ = ["Finder", "disable", "enable"]
 

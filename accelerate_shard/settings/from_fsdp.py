@@ -8,20 +8,22 @@ one warning. docs/accelerate.md says what each key becomes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
-from torch_shard.frontend.fsdp_settings import SHARDING_STRATEGIES, precision_of_policy, units_of_policy
+from torch_shard.frontend.fsdp_settings import SHARDING_STRATEGIES, Wrapped, precision_of_policy, units_of_policy
 from torch_shard.log import logger
 
 from .plugin import ShardPlugin, StateDictType
-from .wrap_policies import WholeModel, size_based
 
-__all__ = ["KEYS", "Key", "from_fsdp_environment", "from_fsdp_plugin"]
+__all__ = ["KEYS", "Key", "WholeModel", "from_fsdp_environment", "from_fsdp_plugin"]
 
 _ORDER = tuple(SHARDING_STRATEGIES)  # Accelerate also takes their numbers, from 1
 _STATE_DICTS: dict[str, StateDictType] = {
@@ -225,19 +227,31 @@ def _units_of_plugin(reading: _Reading, plugin: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class WholeModel:
+    """``NO_WRAP`` as :attr:`ShardConfig.units`: everything is gathered at once."""
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return name == ""
+
+
 def _units(reading: _Reading, policy: str | None) -> None:
     names = reading.given.get("transformer_cls_names_to_wrap") or ()
     classes = tuple(n.strip() for n in (names.split(",") if isinstance(names, str) else names) if n.strip())
     if classes and policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
         raise _two_policies(reading, policy)
     if policy == "SIZE_BASED_WRAP":
-        least = reading.given.get("min_num_params") or 0
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+        given = reading.given.get("min_num_params") or 0
         try:
-            reading.found["units"] = size_based(int(float(least)))
+            least = int(float(given))
         except ValueError:
             raise ConfigError(
-                f"{reading.name('min_num_params')} must be a number of parameters, not {least!r}."
+                f"{reading.name('min_num_params')} must be a number of parameters, not {given!r}."
             ) from None
+        if least > 0:  # with 0 Accelerate wraps nothing; here that is the automatic plan
+            reading.found["units"] = Wrapped(functools.partial(size_based_auto_wrap_policy, min_num_params=least))
     elif policy == "NO_WRAP":
         reading.found["units"] = WholeModel()
     reading.found["layer_classes"] = classes

@@ -12,14 +12,14 @@ from torch_shard.errors import ConfigError
 from torch_shard.log import logger
 
 from .._private import shared_state
-from .chosen import enabled_plugin
 from .from_environment import launch_plugin, own_names, take_over_launch
 from .from_fsdp import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
-__all__ = ["chosen_plugin", "refuse_other_engines", "share"]
+__all__ = ["chosen_plugin", "refuse_other_engines", "set_enabled_plugin", "share"]
 
 _SHARED = "shard_plugin"
+_enabled: ShardPlugin | None = None  # what `enable(plugin)` was given
 
 _OTHER_ENGINES = {
     "deepspeed_plugin": "DeepSpeed",
@@ -89,7 +89,7 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
         return earlier
     name = "fsdp_plugin" if fsdp_plugin is not None else "shard_plugin"
     if given is None:
-        given, name = enabled_plugin(), "enable(plugin)"
+        given, name = _enabled, "enable(plugin)"
     launched = launch_plugin()
     take_over_launch()
     if given is None:
@@ -99,6 +99,12 @@ def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
     if ignored:
         logger.warning("%s is given; not used: %s.", name, ", ".join(ignored))
     return plugin_of(given)
+
+
+def set_enabled_plugin(plugin: ShardPlugin | None) -> None:
+    """Make `plugin` the settings of later Accelerators that are given none. Not collective."""
+    global _enabled
+    _enabled = plugin
 
 
 def share(plugin: ShardPlugin) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_shard.errors import StateDictError
 from torch_shard.frontend import WithMetadata
@@ -18,7 +18,7 @@ from .prepared import Ranks
 __all__ = ["Left", "after_load_hooks", "after_save_hooks"]
 
 
-class Left:
+class Left(NamedTuple):
     """The state of one model that hooks have left to be saved.
 
     Attributes:
@@ -26,8 +26,8 @@ class Left:
         state: this rank's.
     """
 
-    def __init__(self, number: int | None, state: dict[str, Any]) -> None:
-        self.number, self.state = number, state
+    number: int | None
+    state: dict[str, Any]
 
 
 def after_save_hooks(

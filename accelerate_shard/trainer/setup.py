@@ -47,11 +47,6 @@ def _refuse_others(trainer: Any) -> None:
             "out; ShardPlugin(strategy=..., offload=...) has what its ZeRO stages have, and docs/accelerate.md has a table "
             "of all keys."
         )
-    if getattr(args, "parallelism_config", None) is not None:
-        raise ConfigError(
-            "TrainingArguments.parallelism_config: this Trainer shards the model itself and can't be combined with Accelerate's "
-            "ParallelismConfig. Leave it out; ShardPlugin has the settings of sharding."
-        )
     if (args.fsdp_config or {}).get("xla"):
         raise ConfigError(
             "TrainingArguments.fsdp_config: xla is for TPUs, where models aren't sharded by this Trainer."

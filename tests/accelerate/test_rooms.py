@@ -37,4 +37,4 @@ def test_no_import_points_up() -> None:
 def test_an_import_that_points_up_is_seen() -> None:
     assert upward(PACKAGE / "settings" / "resolve.py", "from ..launch.enable import enable")
     assert upward(PACKAGE / "models" / "checks.py", "def f():\n    from .. import accelerator")
-    assert not upward(PACKAGE / "launch" / "enable.py", "from ..settings.chosen import set_enabled_plugin")
+    assert not upward(PACKAGE / "launch" / "enable.py", "from ..settings.resolve import set_enabled_plugin")

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Shardin
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, _recursive_wrap, transformer_auto_wrap_policy
 
 from accelerate_shard import ShardPlugin
-from accelerate_shard.settings.from_fsdp import KEYS, from_fsdp_environment, from_fsdp_plugin
-from accelerate_shard.settings.wrap_policies import WholeModel, Wrapped
+from accelerate_shard.settings.from_fsdp import KEYS, WholeModel, from_fsdp_environment, from_fsdp_plugin
 from tests.accelerate.support.accelerators import clean_state
 from tests.accelerate.support.launching import FSDP1, FSDP2, exported, write_yaml
 from tests.accelerate.support.models import Layer, net
 from tests.support.logs import captured_log
 from torch_shard.errors import ConfigError
+from torch_shard.frontend.fsdp_settings import Wrapped
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 WRAPS: tuple[dict[str, Any], ...] = (
