@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torch_shard.errors import ShardError
     from torch_shard.frontend.launch import MISUSED, run_script
 
+    from .registration.registry import namespace_in_use
+    from .run._private import run_fabric_cli
     from .run.settings import RUNS, read_settings
 
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         own = arguments[: len(arguments) - len(rest)]
         os.environ[RUNS] = "1"
         if rest[:2] == ["fabric", "run"] and not os.path.exists("fabric"):
-            _run_fabric(rest[1:], own)
+            run_fabric_cli(namespace_in_use(fabric=True), rest[1:], _NAME, own)
             return
     except ShardError as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
@@ -52,13 +54,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         take_over(settings, [*own, *program])
 
     run_script(_NAME, options.program, options.arguments, options.module, prepare)
-
-
-def _run_fabric(arguments: Sequence[str], own: Sequence[str]) -> None:
-    from .registration.registry import namespace_in_use
-    from .run._private import run_fabric_cli
-
-    run_fabric_cli(namespace_in_use(fabric=True), arguments, _NAME, own)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,16 @@ class FileMixin(MixinBase):  # type: ignore[misc]
         refuse_other_folder(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         tidy(target)
-
-        def write(beside: Path) -> None:
+        beside = hidden(target, secrets.token_hex(8))
+        try:
             with open(beside, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-
-        put(target, write)
+            swap(beside, target)
+        finally:
+            with contextlib.suppress(OSError):
+                delete(beside)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a file, a folder, or a link."""
@@ -77,17 +79,6 @@ class FileMixin(MixinBase):  # type: ignore[misc]
             remove(Path(os.path.abspath(path)))
         else:
             super().remove_checkpoint(path)
-
-
-def put(target: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with a path beside `target`, then put what it wrote at `target` in one step, whatever is there now."""
-    beside = hidden(target, secrets.token_hex(8))
-    try:
-        write(beside)
-        swap(beside, target)
-    finally:
-        with contextlib.suppress(OSError):
-            delete(beside)
 
 
 def delete(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -52,19 +53,25 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
 
         Another plugin may write in place, which changes the bytes of a mapped file.
         """
-        io, wrapping = self.checkpoint_io, self._private.WrappingCheckpointIO
-        while isinstance(io, wrapping):
-            if type(io).load_checkpoint is not wrapping.load_checkpoint:
-                return False
-            io = io.checkpoint_io
-        return isinstance(io, _files.FileMixin)
+        *around, base = self._plugins()
+        stock = self._private.WrappingCheckpointIO
+        return isinstance(base, _files.FileMixin) and all(
+            type(io).load_checkpoint is stock.load_checkpoint for io in around
+        )
 
-    def _base_io(self) -> Any:
-        """Return the plugin that reads and writes, without those that wrap it."""
-        io = self.checkpoint_io
-        while isinstance(io, self._private.WrappingCheckpointIO):
-            io = io.checkpoint_io
-        return io
+    def _plugins(self) -> list[Any]:
+        """Return the plugin for single files, the one in it, and so on to the one that reads and writes itself."""
+        found = [self.checkpoint_io]
+        while isinstance(found[-1], self._private.WrappingCheckpointIO):
+            found.append(found[-1].checkpoint_io)
+        return found
+
+    def _write_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Have the plugin write one file. For rank 0."""
+        # Our own plugin replaces a folder itself.
+        own = isinstance(self._plugins()[-1], _files.FileMixin)
+        with contextlib.nullcontext() if own else _files.aside(path):
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     # -- folders ------------------------------------------------------------------------------------------------------
     def _write_folder(

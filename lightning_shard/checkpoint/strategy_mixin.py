@@ -5,7 +5,6 @@ The forms themselves are in :mod:`.full` (one file) and :mod:`.sharded` (a folde
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
@@ -171,10 +170,7 @@ class CheckpointMixin(SavingMixin):
             )
 
     def _save_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        # Our own plugin replaces a folder itself.
-        own = isinstance(self._base_io(), _files.FileMixin)
-        with contextlib.nullcontext() if own else _files.aside(path):
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        self._write_file(checkpoint, path, storage_options)
         self._files_given += 1
         self._keep(path)
         self._remove_replaced()
@@ -253,7 +249,7 @@ class CheckpointMixin(SavingMixin):
 
     def _remove_replaced(self) -> None:
         """Delete what waits to be deleted, except what a plugin that writes in the background has not replaced yet."""
-        base, waiting = self._base_io(), []
+        base, waiting = self._plugins()[-1], []
         for path, given in self._removals:
             if isinstance(base, _files.FileMixin) and base.written < given:
                 waiting.append((path, given))

@@ -127,9 +127,7 @@ class FabricCheckpointMixin(SavingMixin):
             kept: dict[str, Any] = {}
             for key, value in full.items():
                 _keep(key, value, filter, kept)
-            own = isinstance(self._base_io(), _files.FileMixin)
-            with contextlib.nullcontext() if own else _files.aside(path):
-                self.checkpoint_io.save_checkpoint(checkpoint=kept, path=path, storage_options=storage_options)
+            self._write_file(kept, path, storage_options)
 
         self._run_on_rank0(f"write the checkpoint {path}", write)
 

@@ -24,22 +24,18 @@ class Window:
     host_wait: float = 0.0
     peak_gathered: int = 0
 
-    def add(self, seconds: float, figures: Statistics) -> None:
-        """Add a micro-batch."""
+    def add(self, seconds: float, figures: Statistics | Window) -> None:
+        """Add the figures of a micro-batch."""
         self.seconds += seconds
-        self._sum(figures)
+        self.bytes_sent += figures.bytes_sent
+        for name in WAITS:
+            setattr(self, name, getattr(self, name) + getattr(figures, name))
+        self.peak_gathered = max(self.peak_gathered, figures.peak_gathered)
 
     def join(self, other: Window) -> None:
         """Add the steps of another window."""
         self.steps += other.steps
-        self.seconds += other.seconds
-        self._sum(other)
-
-    def _sum(self, other: Statistics | Window) -> None:
-        self.bytes_sent += other.bytes_sent
-        for name in WAITS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.peak_gathered = max(self.peak_gathered, other.peak_gathered)
+        self.add(other.seconds, other)
 
     @property
     def share(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from torch_shard.log import logger
 
 from .._private import traces_graph
+from .memory import fits_on_every_rank
 
 __all__ = ["gather_to_trace", "leave_tracing"]
 
@@ -31,7 +32,7 @@ def _log_graph(log_graph: Callable[..., None], strategy: Any, *args: Any, **kwar
     engine = strategy.engine_or_none
     if engine is None:
         log_graph(*args, **kwargs)
-    elif strategy._full_parameters_fit():
+    elif fits_on_every_rank(strategy):
         with engine.gathered(ranks=0):  # only rank 0 computes then
             log_graph(*args, **kwargs)
     else:

@@ -261,7 +261,7 @@ class TrainerStrategyMixin(
         leave_run(self.lightning_module, self)
         unsaved = self._finish_saves_at_end()
         engine = self.engine_or_none
-        if engine is not None and not self._failed and self._wants_plain(engine):
+        if engine is not None and not self._failed and self._wants_plain():
             self._unshard(engine)
         if self.engine_or_none is None:
             with self._cleaning_up():
@@ -300,14 +300,14 @@ class TrainerStrategyMixin(
             self._layers_synced = False
             self.model = self._layer_sync.revert(self.model)
 
-    def _wants_plain(self, engine: Engine) -> bool:
+    def _wants_plain(self) -> bool:
         if self._settings.start_method != "popen":
             # Processes end with the run, and the module is sent to the parent as plain tensors.
             return True
         if self._unshard_at_end is not None:
             return self._unshard_at_end
         averages = averaging.parameters(self._of_trainer("callbacks"), self._private)
-        if fits_on_every_rank(engine, self.optimizers, self.num_processes, self.reduce, averages):
+        if fits_on_every_rank(self, self.optimizers, averages):
             return True
         logger.warning(
             "the model stays sharded after this run: full copies of it and its optimizer state on every rank would "
@@ -315,9 +315,6 @@ class TrainerStrategyMixin(
             "decides."
         )
         return False
-
-    def _full_parameters_fit(self) -> bool:
-        return fits_on_every_rank(self.engine, (), self.num_processes, self.reduce)
 
     def _unshard(self, engine: Engine) -> None:
         optimizers = [self._unwrapped(optimizer) for optimizer in self.optimizers]

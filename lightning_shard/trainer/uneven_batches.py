@@ -86,7 +86,7 @@ class EvaluationMixin(MixinBase):  # type: ignore[misc]
         key = zlib.crc32(repr(numbers).encode())
         bounds = torch.tensor([key, -key], dtype=torch.float64, device="cpu").to(engine.device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
-        if bounds.sum().item() == 0 or not fits_on_every_rank(engine, (), self.num_processes, self.reduce):
+        if bounds.sum().item() == 0 or not fits_on_every_rank(self):
             return
         if trainer.is_global_zero:
             logger.info(

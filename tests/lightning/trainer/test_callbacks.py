@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.nn.utils import prune
 
-import lightning_shard.trainer.strategy
+import lightning_shard.trainer.graph
 from tests.lightning.support import (
     Net,
     assert_same_state,
@@ -272,7 +272,7 @@ def test_the_graph_that_is_logged_is_that_of_ddp_and_the_run_goes_on(rank, world
 
 @ranks(2)
 def test_no_graph_is_logged_where_whole_parameters_do_not_fit(rank, monkeypatch):
-    monkeypatch.setattr(lightning_shard.trainer.strategy, "fits_on_every_rank", lambda *_: False)
+    monkeypatch.setattr(lightning_shard.trainer.graph, "fits_on_every_rank", lambda *_: False)
     module, logger = example(), Traces()
     with captured_log() as log:
         fitted(module, shard_strategy(unshard_at_end=False), logger=logger)
