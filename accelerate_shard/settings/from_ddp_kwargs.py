@@ -26,10 +26,9 @@ def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
     """
     if handler is None:
         return config
-    if handler.dim != 0:
-        raise ConfigError(f"DistributedDataParallelKwargs.dim={handler.dim!r}: batches are not scattered here.")
     _hook_dtype(handler)
-    changed = [name for name in _WITHOUT_MEANING if getattr(handler, name, None) != _default(handler, name)]
+    stock = type(handler)()
+    changed = [name for name in _WITHOUT_MEANING if getattr(handler, name, None) != getattr(stock, name, None)]
     if changed:
         logger.warning("DistributedDataParallelKwargs: %s without a meaning for sharded models.", ", ".join(changed))
     return dataclasses.replace(config, broadcast_buffers=config.broadcast_buffers and handler.broadcast_buffers)
@@ -40,13 +39,6 @@ def register_hook(handler: Any, engine: Engine) -> None:
     dtype = _hook_dtype(handler) if handler is not None else None
     if dtype is not None:
         compress_gradients(engine, dtype)
-
-
-def _default(handler: Any, name: str) -> Any:
-    for field in dataclasses.fields(handler):
-        if field.name == name:
-            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return None  # a field of another release of Accelerate
 
 
 def _hook_dtype(handler: Any) -> torch.dtype | None:

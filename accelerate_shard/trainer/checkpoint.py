@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import secrets
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,15 +26,13 @@ from torch_shard.frontend import (
     numbered_optim_state_dict,
     param_names_of,
 )
-from torch_shard.frontend.checkpoint import broadcast, by_name, each
+from torch_shard.frontend.checkpoint import by_name, each_at_length
 
 from .._private import plain_optimizer
 from ..accelerator import Accelerator
 from ..models import unfilled_params
 
 __all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
-
-T = TypeVar("T")
 
 _SAVING = "saving a model by the Trainer"
 _TRAINER_FIRST = (
@@ -68,7 +65,7 @@ def save_weights(
     writes = bool(trainer.args.should_save)
     target = trainer.args.output_dir if output_dir is None else output_dir
     with all_ranks("trainer.save_model()"):
-        _together(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
+        each_at_length(engine, _SAVING, lambda: os.makedirs(target, exist_ok=True) if writes else None)
         if hasattr(trainer.model, "save_pretrained"):
             # save_pretrained gathers what it writes: little if that is adapters. The Trainer calls it on ranks that write.
             own_part = (
@@ -84,7 +81,7 @@ def save_weights(
             agree(engine, _SAVING, None, error)
         else:
             state = full_state_dict(engine, trainer.model, not trainer.args.save_on_each_node)
-            _together(engine, _SAVING, lambda: own(output_dir, state_dict=state))
+            each_at_length(engine, _SAVING, lambda: own(output_dir, state_dict=state))
 
 
 def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) -> None:
@@ -102,7 +99,7 @@ def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) ->
             with _in_place(trainer, "optimizer", types.SimpleNamespace(state_dict=lambda: state)):
                 own(output_dir)
 
-        _together(engine, "Trainer: saving the optimizer", write)
+        each_at_length(engine, "Trainer: saving the optimizer", write)
 
 
 def _refuse_shards(state_dict: dict[str, Any]) -> None:
@@ -149,7 +146,7 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
         _check_groups(engine, optimizer, state)
         return by_name(optimizer, param_names_of(engine, optimizer, trainer.model), state), schedule
 
-    state, schedule = _together(engine, "Trainer: loading the optimizer", read)
+    state, schedule = each_at_length(engine, "Trainer: loading the optimizer", read)
     load_optim_state_dict(engine, optimizer, state, trainer.model)
     trainer.lr_scheduler.load_state_dict(schedule)
 
@@ -165,13 +162,6 @@ def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None
 
 
 # -- together -----------------------------------------------------------------------------------------------------------
-def _together(engine: Engine, what: str, function: Callable[[], T]) -> T:
-    """Run `function` on every rank; it may take any time. All ranks return, or all raise. Collective."""
-    agree(engine, what)  # raises at once if a rank does something else; a broadcast would wait
-    nonce = broadcast(engine, secrets.token_hex(8), what)
-    return each(engine, what, function, nonce=nonce)
-
-
 @contextlib.contextmanager
 def all_ranks(what: str) -> Iterator[None]:
     """Add to errors of missing ranks the advice to call `what` on all ranks."""

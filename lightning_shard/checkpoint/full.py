@@ -14,7 +14,7 @@ from torch import nn
 from torch_shard import Engine, ShardTensor
 from torch_shard.errors import CheckpointError, StateDictError
 from torch_shard.frontend import load_optim_state_dict, numbered_optim_state_dict, param_names_of
-from torch_shard.frontend.checkpoint import refuse_damaged
+from torch_shard.frontend.checkpoint import by_name, refuse_damaged
 from torch_shard.log import logger
 
 from .files import is_local
@@ -98,26 +98,7 @@ def load_optimizer(
     if not is_sharded(optimizer):
         optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
         return
-    names_by_id = names_of(engine, optimizer, parameters)
-    names = [names_by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    saved_order = [number for group in state["param_groups"] for number in group["params"]]
-    if len(saved_order) != len(names):
-        raise StateDictError(
-            f"rank {engine.rank}: the checkpoint's optimizer has {len(saved_order)} parameters, this "
-            f"{type(optimizer).__name__} has {len(names)}; configure_optimizers must give the groups that were saved."
-        )
-    name_of = dict(zip(saved_order, names, strict=True))
-    named = {
-        "state": {
-            name_of.get(number, number): entries if number in name_of else copy.deepcopy(entries)
-            for number, entries in state["state"].items()
-        },
-        "other_state": [key for key in state["state"] if key not in name_of],
-        "param_groups": [
-            {**copy.deepcopy(group), "params": [name_of[number] for number in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    named = by_name(optimizer, names_of(engine, optimizer, parameters), state)
     load_optim_state_dict(engine, optimizer, named, parameters or engine.model)
 
 

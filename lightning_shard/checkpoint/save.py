@@ -14,7 +14,7 @@ import torch
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError
 from torch_shard.frontend import each_rank, group_timeout
-from torch_shard.frontend.checkpoint import Source, broadcast, each, find, save_contents
+from torch_shard.frontend.checkpoint import Source, broadcast, each, each_at_length, find, save_contents
 
 from .._private import MixinBase, Private
 from ..strategy.settings import StrategySettings
@@ -105,8 +105,7 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         engine, what = self.engine_or_none, "loading or saving a checkpoint"
         if engine is None:
             return each_rank(function, what, group_timeout(self.root_device))
-        nonce = broadcast(engine, secrets.token_hex(8), what)  # makes a slow rank no missing one
-        return each(engine, what, function, nonce=nonce)
+        return each_at_length(engine, what, function)
 
     def _from_rank0(self, value: T, what: str) -> T:
         """Return rank 0's value on every rank. Collective.

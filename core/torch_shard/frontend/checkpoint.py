@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from ..checkpoint.sharded.entries import (
 from ..checkpoint.sharded.extra_shards import joined, map_shards, split
 from ..checkpoint.sharded.read_tree import Contents, read_contents
 from ..comm import collective_steps as phases
+from ..comm import consensus
 from ..engine import Engine
 from ..errors import CheckpointError, ShardError
 from ..state import optimizer_state as named_state
@@ -53,6 +55,7 @@ __all__ = [
     "classes_of_data",
     "commit",
     "each",
+    "each_at_length",
     "find",
     "gather",
     "hidden",
@@ -121,6 +124,15 @@ def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
 def each(engine: Engine, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
     """Run `function` on every rank; all ranks return, or all raise. See ``comm.collective_steps.each``. Collective."""
     return phases.each(engine._runtime, what, function, nonce, key)
+
+
+def each_at_length(engine: Engine, what: str, function: Callable[[], T]) -> T:
+    """Run `function`, which may take any time, on every rank; all ranks return, or all raise. Collective.
+
+    It raises at once, on all ranks, if a rank does something else.
+    """
+    consensus.agree(engine._runtime, what)  # the broadcast alone would wait for such a rank
+    return each(engine, what, function, broadcast(engine, secrets.token_hex(8), what))
 
 
 def broadcast(engine: Engine, value: T, what: str) -> T:
