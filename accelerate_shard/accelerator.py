@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 import torch_shard
-from torch_shard import Engine, ShardConfig
+from torch_shard import Engine, ShardConfig, ShardTensor
 from torch_shard.errors import ConfigError, ShardError
 from torch_shard.frontend import (
     clip_norm,
@@ -40,7 +40,6 @@ from .coordination import random_states
 from .coordination.uneven_batches import even_batches_set, join
 from .models import methods, outside_autocast
 from .models.checks import check_model, check_optimizer, not_for_local_sgd
-from .models.placement import left_behind
 from .models.unwrap import engine_of, engines_of, inner, mark_prepared
 from .settings.from_ddp_kwargs import config_with, register_hook
 from .settings.layers import checkpointed_layers, with_layer_units
@@ -201,7 +200,7 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
             engine = torch_shard.shard(model, config, mesh=self.device if places else None)
         word_remedies(engine, _HANDLE, _SAVING)
         if self.device_placement:
-            left_behind(model, self.device)
+            _place_ignored(model, self.device)
         if self._autocast_dtype() is not None and self.shard_plugin.precision is None:
             outside_autocast.register(model, precision_of(config.precision), self.device)
         register_hook(self.ddp_handler, engine)
@@ -368,6 +367,16 @@ def _lists_restored(accelerator: Accelerator) -> Iterator[None]:
         for name, entries in before.items():
             getattr(accelerator, name)[:] = entries
         raise
+
+
+@torch.no_grad()
+def _place_ignored(model: nn.Module, device: torch.device) -> None:
+    """Move parameters that are not sharded (``ShardPlugin.ignore``) from the CPU to `device`, in the same objects."""
+    for p in model.parameters():
+        if not isinstance(p, ShardTensor) and p.device.type == "cpu" != device.type:
+            p.data = p.data.to(device)
+            if p.grad is not None:
+                p.grad = p.grad.to(device)
 
 
 def _refuse_between_syncs(accelerator: Any, name: str) -> None:

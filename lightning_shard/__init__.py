@@ -4,9 +4,9 @@ Nothing needs importing: an entry point that torch calls makes the names known (
 Where that is switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), ``import lightning_shard`` does the
 same, and ``Trainer(strategy=lightning_shard.ShardStrategy(...))`` works in any case.
 
-``ShardStrategy`` and ``ShardMonitor``, a callback, are made for the namespace in use. ``lightning_shard.for_lightning`` and
-``lightning_shard.for_pytorch_lightning`` have those of one namespace each. ``ShardFabricStrategy`` is Fabric's, and those of
-``lightning_shard.fabric.for_lightning`` and ``lightning_shard.fabric.for_lightning_fabric`` are for one namespace each.
+``ShardStrategy``, its callback ``ShardMonitor`` and ``ShardFabricStrategy`` are the classes for the namespace in use. Those of a
+certain namespace are in ``lightning_shard.for_lightning`` and ``lightning_shard.for_pytorch_lightning``, and Fabric's in
+``lightning_shard.fabric.for_lightning`` and ``lightning_shard.fabric.for_lightning_fabric``.
 """
 
 from __future__ import annotations

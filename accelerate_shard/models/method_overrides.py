@@ -59,7 +59,7 @@ class Shadow:
 
     @property
     def in_plain_module(self) -> Any:
-        """What stands in its place in a pickle of the module; None: nothing, so that the class's method is found."""
+        """Return what a pickle of the module has in its place, or None for nothing, where the class's method is found."""
         return self._previous
 
 

@@ -45,9 +45,9 @@ def target(accelerator: Any, output_dir: Any) -> Path:
 
 
 def followed(folder: Path) -> Path:
-    """Return where a link that has the name of a checkpoint leads; `folder` itself if it is no link. For rank 0.
+    """Return the folder to which `folder` leads if it is a link; else `folder` itself. For rank 0.
 
-    A checkpoint takes the place of its folder, and of the link it would, where Accelerate writes into what that leads to.
+    A new checkpoint takes the place of what has its name, and would replace the link. Accelerate writes into the linked folder.
     """
     return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
 

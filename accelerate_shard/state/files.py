@@ -81,7 +81,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def keep_others(old: Path, new: Path) -> None:
-    """Put what is in `old`, and no part of a checkpoint, into `new`, too; what is there already stays."""
+    """Put the files of the folder `old` that are no parts of a checkpoint into `new`, too, which keeps what it has already."""
     if not old.is_dir():
         return
     names = sorted(os.listdir(old))

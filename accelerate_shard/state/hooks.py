@@ -1,4 +1,4 @@
-"""The users' hooks of ``save_state`` and ``load_state``, which may take models and weights away.
+"""The users' hooks of ``save_state`` and ``load_state``, which may keep models and weights from being saved or loaded.
 
 Hooks run on every rank, as under DDP. Scripts often change the list of weights on the main process only, because only that
 process writes under DDP. So the list that rank 0's hooks leave is what counts.

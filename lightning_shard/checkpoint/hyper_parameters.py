@@ -1,8 +1,9 @@
 """Modules among the hyperparameters, which are the very modules that are sharded.
 
-``save_hyperparameters()`` keeps every argument of ``__init__``, also a network that is given to the LightningModule. Under DDP a
-checkpoint has it whole, and shares its memory with the state dict. In one file it has so here. A folder never has full values in
-one place, and is loaded into a module that exists: there it is left out, as Lightning leaves out what it can't pickle.
+``save_hyperparameters()`` keeps every argument of ``__init__``, also a network that is given to the LightningModule. Under DDP the
+checkpoint holds such a network in full, in the memory of the state dict. A single file holds it so here, too. A sharded checkpoint
+never has full values in one place, and is loaded into a module that exists. It leaves the network out, as Lightning leaves out
+what it can't pickle.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ def with_plain_modules(
     """Return a checkpoint in which no hyperparameter is a sharded module. Not collective.
 
     Args:
-        engine: of the model.
+        engine: the model's engine.
         checkpoint: the Trainer's dict.
-        key: of the hyperparameters in it.
-        values: full tensors by the model's names, which plain copies of the modules hold; without those of a module, this is left
-            out with a warning.
+        key: the key under which it has the hyperparameters.
+        values: full tensors by the model's names, which plain copies of the modules hold. A module whose tensors are not among
+            them is left out with a warning.
     """
     saved = checkpoint.get(key)
     if not isinstance(saved, dict):

@@ -49,9 +49,10 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         self._checkpoint_io = io
 
     def _maps(self) -> bool:
-        """Return True if a file may be mapped past the plugins: none of them reads in a way of its own, and ours writes.
+        """Return True if a file may be mapped without asking the plugins.
 
-        Another plugin may write in place, which changes the bytes of a mapped file.
+        None of them may read in a way of its own, and ours must be the one that writes, since another may write in place, which
+        changes the bytes of a mapped file.
         """
         *around, base = self._plugins()
         stock = self._private.WrappingCheckpointIO

@@ -119,7 +119,7 @@ class FabricCheckpointMixin(SavingMixin):
             if key in plain:
                 full[key] = plain[key]
             elif isinstance(obj, nn.Module):
-                full[key] = self._engine_of_module(obj).state_dict(rank0_only=True)
+                full[key] = self.engine_of(obj).state_dict(rank0_only=True)
             else:
                 full[key] = _full.optimizer_state(self._engines_of(obj)[0], obj, parameters=self._parameters(obj))
 
@@ -147,7 +147,7 @@ class FabricCheckpointMixin(SavingMixin):
                     _keep(key, plain[key], filter, kept)
                 elif isinstance(obj, nn.Module):
                     entries: dict[str, Any] = {}
-                    _keep(key, _sharded.model_state(self._engine_of_module(obj)), filter, entries)
+                    _keep(key, _sharded.model_state(self.engine_of(obj)), filter, entries)
                     place = paths[id(inner(obj))]
                     if place == (MODEL,):
                         names["module"] = key
@@ -227,7 +227,7 @@ class FabricCheckpointMixin(SavingMixin):
 
     def _read_folder(self, path: Path, wanted: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
         """Return what is in a folder by the keys that were saved or, for other programs' folders, are wanted. Collective."""
-        modules = {key: self._engine_of_module(obj) for key, obj in wanted.items() if _is_sharded_module(obj)}
+        modules = {key: self.engine_of(obj) for key, obj in wanted.items() if _is_sharded_module(obj)}
         optimizers = {
             key: obj for key, obj in wanted.items() if isinstance(obj, torch.optim.Optimizer) and self._engines_of(obj)
         }
@@ -245,7 +245,8 @@ class FabricCheckpointMixin(SavingMixin):
         parts, rest = _sharded.read_parts(
             engines[0], path, list(optimizers.values()), weights_only, models=modules or None
         )
-        first = next((key for key, own in modules.items() if own.model is _first_model(parts.sources)), None)
+        of_first = [source.model for source in parts.sources if source.path == (MODEL,)]
+        first = next((key for key, own in modules.items() if [own.model] == of_first), None)
         names = rest.pop(_KEYS, None)
         if "" in wanted:  # one object by itself
             names = {"module": "" if modules else None, "optimizers": [""] if optimizers else []}
@@ -304,11 +305,6 @@ class FabricCheckpointMixin(SavingMixin):
         else:
             _full.load_model(engine, state_dict, strict)
 
-    def _engine_of_module(self, module: nn.Module) -> Engine:
-        engine = engine_of(inner(module))
-        assert engine is not None
-        return engine
-
     def _parameters(self, optimizer: Any) -> nn.Module:
         """Return a module that names everything that an optimizer holds, of whichever modules or of none."""
         return named_parameters_of(self._engines_of(optimizer), optimizer)
@@ -316,10 +312,6 @@ class FabricCheckpointMixin(SavingMixin):
 
 def _is_sharded_module(obj: Any) -> bool:
     return isinstance(obj, nn.Module) and engine_of(inner(obj)) is not None
-
-
-def _first_model(sources: Sequence[Source]) -> nn.Module | None:
-    return next((source.model for source in sources if source.path == (MODEL,)), None)
 
 
 def _sources_of_modules(state: Mapping[str, Any]) -> list[Source]:

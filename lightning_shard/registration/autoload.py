@@ -29,7 +29,7 @@ REGISTRIES = {
 
 
 class AfterImport:
-    """Lets the other finders find some modules, and has a function follow the execution of each.
+    """Lets the other import finders find some modules, and calls a function with each when it has been executed.
 
     The modules keep the loader and source that they would have without it.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ from torch_shard import Offload, Precision, Quantized, ShardConfig
 from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import group_timeout
+from torch_shard.frontend.launch import closest
 
 from .._private import MixinBase, Private
 from . import precision as _precision
@@ -183,10 +183,10 @@ def _with_overrides(
     known = [field.name for field in dataclasses.fields(ShardConfig)]
     unknown = [name for name in overrides if name not in known]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], [*known, *own], 1)
+        close = closest(unknown[0], [*known, *own])
         raise ConfigError(
             f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name. "
-            + (f"Did you mean {close[0]}? " if close else "")
+            + (f"Did you mean {close}? " if close else "")
             + "docs/lightning.md (Switching over) says what stands for the arguments of Lightning's other strategies."
         )
     chosen = {name: value for name, value in overrides.items() if value is not None}

@@ -1,5 +1,7 @@
-"""A guard against nested runs of one module: the inner run would unshard it at its end, and the outer one would train without
-reductions."""
+"""A guard against nested runs of one module.
+
+The inner run would unshard the module at its end, and the outer one would then train without reducing gradients.
+"""
 
 from __future__ import annotations
 
