@@ -8,7 +8,6 @@ as ``shard_*``: Accelerate's loader ignores them, and the runner reads them.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from torch_shard import Offload
 from torch_shard.errors import ConfigError
+from torch_shard.frontend.deepspeed_settings import read_config
 from torch_shard.frontend.launch import one_of, text_of_offload
 
 from ..settings.config_file import read_launch_file
@@ -138,8 +138,8 @@ def _told(path: Path) -> dict[str, Any]:
 def _own_precision(contents: Mapping[str, Any]) -> str | None:
     """Return the precision in the file of DeepSpeed's own that a YAML names, which can be read; None if Accelerate's counts."""
     path = (contents.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    config = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
-    sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {}
+    config = {} if path is None else read_config(path, "deepspeed_config_file")
+    sections = {name: config.get(name) for name in ("bf16", "fp16")}
     enabled = {name: part.get("enabled") for name, part in sections.items() if isinstance(part, Mapping)}
     for name, value in enabled.items():
         if value is True:

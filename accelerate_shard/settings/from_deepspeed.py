@@ -6,13 +6,10 @@ configuration says, where here the script does: the same script would train othe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from torch_shard.errors import ConfigError
-from torch_shard.frontend.deepspeed_settings import OFFLOADS, settings_of_zero
+from torch_shard.frontend.deepspeed_settings import OFFLOADS, read_config, settings_of_zero
 from torch_shard.log import logger
 
 __all__ = ["fields_of", "of_yaml"]
@@ -22,18 +19,13 @@ def of_yaml(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``deepspeed_config`` of a YAML, with the ZeRO section of the file of DeepSpeed's that it names. Not collective.
 
     Raises:
-        ConfigError: that file can't be read.
+        ConfigError: that file can't be read, or holds no mapping.
     """
     section = contents.get("deepspeed_config") or {}
     given = {key: value for key, value in section.items() if value is not None}
     if "deepspeed_config_file" in given:  # then Accelerate allows none of that file's keys beside it
-        path = Path(given["deepspeed_config_file"])
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"deepspeed_config_file: {path} can't be read: {error}.") from error
-        zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-        given["zero_optimization"] = zero if isinstance(zero, Mapping) else {}
+        config = read_config(given["deepspeed_config_file"], "deepspeed_config_file")
+        given["zero_optimization"] = config.get("zero_optimization") or {}
     return given
 
 

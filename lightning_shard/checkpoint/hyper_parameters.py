@@ -1,9 +1,9 @@
 """Modules among the hyperparameters, which are the very modules that are sharded.
 
-``save_hyperparameters()`` keeps every argument of ``__init__``, also a network that is given to the LightningModule. Under DDP the
-checkpoint holds such a network in full, in the memory of the state dict. A single file holds it so here, too. A sharded checkpoint
-never has full values in one place, and is loaded into a module that exists. It leaves the network out, as Lightning leaves out
-what it can't pickle.
+``save_hyperparameters()`` keeps every argument of ``__init__``, also a network that is given to the LightningModule. Under DDP
+the checkpoint holds such a network in full, in the memory of the state dict. A single file holds it so here, too. A sharded
+checkpoint never has full values in one place, and is loaded into a module that exists. It leaves the network out, as Lightning
+leaves out what it can't pickle.
 """
 
 from __future__ import annotations

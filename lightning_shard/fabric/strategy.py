@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,13 +70,8 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self._backward_sync_control = _BackwardSync(self._settings.defer_gradient_sync)
+        self._backward_sync_control = _BackwardSync(self)
         self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
-
-    def override(self, settings: Mapping[str, Any]) -> None:
-        """Change settings of a strategy that has not sharded anything yet. Not collective; see :class:`SettingsMixin`."""
-        super().override(settings)
-        self._backward_sync_control = _BackwardSync(self._settings.defer_gradient_sync)
 
     # -- Fabric(): what the connector sets ----------------------------------------------------------------------------
     @property
@@ -221,8 +215,8 @@ show_settings(FabricStrategyMixin, defer_gradient_sync=True)
 class _BackwardSync:
     """What ``fabric.no_backward_sync`` calls."""
 
-    def __init__(self, defer: bool) -> None:
-        self._defer = defer
+    def __init__(self, strategy: SettingsMixin) -> None:
+        self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Leave gradients unreduced in the forwards and backwards inside."""
@@ -231,4 +225,6 @@ class _BackwardSync:
             raise TypeError(
                 f"no_backward_sync takes a module that fabric.setup has sharded, not {type(module).__name__}."
             )
-        return engine.no_sync(hold=self._defer) if enabled else contextlib.nullcontext()
+        return (
+            engine.no_sync(hold=self._strategy._settings.defer_gradient_sync) if enabled else contextlib.nullcontext()
+        )

@@ -6,13 +6,12 @@ are errors. docs/lightning.md has a table of all.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from torch_shard.errors import ConfigError
-from torch_shard.frontend.deepspeed_settings import OFFLOADS, settings_of_zero
+from torch_shard.frontend.deepspeed_settings import OFFLOADS, read_config, settings_of_zero
 
 from .translation import Arguments, Translation
 
@@ -60,7 +59,9 @@ def from_deepspeed(given: dict[str, Any], defaults: dict[str, Any]) -> Translati
         arguments.note(found, *_WITHOUT_EFFECT)
         arguments.end()
     else:  # then Lightning uses no other arguments
-        zero = _of_config(path if isinstance(path, Mapping) else _read(path), found)
+        zero = _of_config(
+            path if isinstance(path, Mapping) else read_config(path, "DeepSpeedStrategy(config=...)"), found
+        )
     found.config["strategy"], offload, unused = settings_of_zero(zero, _argument if path is None else _key)
     if offload is not None:
         found.config["offload"] = offload
@@ -82,17 +83,6 @@ def _of_arguments(arguments: Arguments) -> dict[str, Any]:
         if arguments.take(wanted) and on:
             zero[key] = {"device": where, "nvme_path": path, **pin}
     return zero
-
-
-def _read(path: Any) -> Mapping[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"DeepSpeedStrategy: the configuration {path} can't be read: {error}.") from error
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"DeepSpeedStrategy: the configuration {path} must be a mapping.")
-    return found
 
 
 def _of_config(config: Mapping[str, Any], found: Translation) -> dict[str, Any]:

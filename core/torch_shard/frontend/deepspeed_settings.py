@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..config.offload import Offload
 from ..config.shard_config import Strategy
 from ..errors import ConfigError
 
-__all__ = ["OFFLOADS", "settings_of_zero"]
+__all__ = ["OFFLOADS", "read_config", "settings_of_zero"]
 
 OFFLOADS = ("offload_optimizer", "offload_param")
 """The parts of the section about offload, each with ``device``, ``nvme_path`` and ``pin_memory``."""
 _STRATEGIES: dict[str, Strategy] = {"0": "no_shard", "1": "shard_optim", "2": "shard_grad_op", "3": "full_shard"}
 _DEVICES = ("none", "cpu", "nvme")
+
+
+def read_config(path: Any, name: str) -> Mapping[str, Any]:
+    """Return the contents of a configuration file of DeepSpeed's own. Not collective.
+
+    Raises:
+        ConfigError: it can't be read, or holds no mapping; the message starts with `name`.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{name}: {path} can't be read: {error}.") from error
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name}: {path} must hold a mapping.")
+    return found
 
 
 def settings_of_zero(zero: Mapping[str, Any], name: Callable[[str], str]) -> tuple[Strategy, Offload | None, list[str]]:
