@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_map
 
 from torch_shard import ShardTensor
 from torch_shard.frontend import read_alone
+from torch_shard.frontend.checkpoint import PendingSave
 
 from ..settings.plugin import ShardPlugin
 from .full import get_state_dict, save_model, shard_in
 from .load import load_state
 from .prepared import Prepared, Ranks
-from .save import PendingState, save_state
+from .save import save_state
 
 if TYPE_CHECKING:
     _Base: TypeAlias = Any
@@ -51,7 +52,7 @@ class StateMixin(_Base):  # type: ignore[misc]
     """``get_state_dict``, ``save_model``, ``save_state`` and ``load_state``, for models that are sharded."""
 
     shard_plugin: ShardPlugin
-    _pending_state: PendingState | None = None
+    _pending_state: PendingSave | None = None
 
     # -- models -----------------------------------------------------------------------------------------------------
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:

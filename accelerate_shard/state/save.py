@@ -6,8 +6,7 @@ import collections
 import contextlib
 import functools
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
 from .prepared import OneRank, Prepared, Ranks, path_of
 
-__all__ = ["PendingState", "save_state"]
+__all__ = ["save_state"]
 
 _WHAT = "Accelerator.save_state"
 
@@ -175,8 +174,26 @@ class _Writing:
         if pending is None:
             self.ranks.on_first(self.put_in_place)
         else:
-            place = self.put_in_place if self.ranks.is_first else lambda: None
-            self.accelerator._pending_state = PendingState(pending, self.target, place, self.remove)
+            finish = functools.partial(self._finish, pending)
+            self.accelerator._pending_state = PendingSave(self.target, finish, contextlib.nullcontext())
+            self.accelerator._pending_state.begin()
+
+    def _finish(self, engines_own: PendingSave) -> CheckpointError | None:
+        """Wait for the engine's save, then put the checkpoint in its place; return what went wrong. Not collective."""
+        try:
+            engines_own.wait()
+            if self.ranks.is_first:
+                self.put_in_place()
+            return None
+        except CheckpointError as problem:
+            error = problem
+        except Exception as problem:
+            error = CheckpointError(
+                f"the asynchronous save to {self.target} failed: {problem}. What was at that path before is there still."
+            )
+            error.__cause__ = problem
+        self.remove()
+        return error
 
     def _sharded_states(self) -> list[Mapping[str, Any]]:
         return [
@@ -248,64 +265,3 @@ class _Writing:
 def _refuse_file(target: Path) -> None:
     if os.path.lexists(target) and not target.is_dir():
         raise CheckpointError(f"{target} is a file; a checkpoint is a directory. Give another path, or delete it.")
-
-
-# -- while training goes on --------------------------------------------------------------------------------------------
-
-
-class PendingState:
-    """One asynchronous ``save_state`` on one rank. Nothing here is collective.
-
-    Args:
-        engines_own: the engine's save of models and optimizers.
-        target: the checkpoint's path.
-        finish: a function that puts the checkpoint in its place, called on rank 0.
-        remove: a function that deletes what was written, called if the save has failed.
-    """
-
-    def __init__(
-        self, engines_own: PendingSave, target: Path, finish: Callable[[], None], remove: Callable[[], None]
-    ) -> None:
-        self.path = target
-        self._own: PendingSave | None = engines_own
-        self._finish: Callable[[], None] | None = finish
-        self._remove: Callable[[], None] | None = remove
-        self._error: Exception | None = None
-        self._ended = threading.Event()
-        # The thread is no daemon, so that a program waits for it at its end.
-        threading.Thread(target=self._run, name=f"accelerate_shard save of {target.name}").start()
-
-    def wait(self) -> None:
-        """Return when the checkpoint is in its place as far as this rank knows.
-
-        Raises:
-            CheckpointError: it has failed; raised once.
-        """
-        self._ended.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        own, finish, remove = self._own, self._finish, self._remove
-        assert own is not None and finish is not None and remove is not None
-        # These hold the checkpoint's contents, which are freed with this thread.
-        self._own = self._finish = self._remove = None
-        done = False
-        try:
-            own.wait()
-            finish()
-            done = True
-        except CheckpointError as error:
-            self._error = error
-        except Exception as error:
-            self._error = CheckpointError(
-                f"the asynchronous save to {self.path} failed: {error}. What was at that path before is there still."
-            )
-            self._error.__cause__ = error
-            logger.error("%s", self._error)
-        finally:
-            if not done:
-                remove()
-            del own, finish, remove
-            self._ended.set()
