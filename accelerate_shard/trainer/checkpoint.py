@@ -96,8 +96,11 @@ def save_optimizer(trainer: Any, own: Callable[[str], None], output_dir: str) ->
 
         def write() -> None:
             # The Trainer asks its optimizer for nothing but this.
-            with _in_place(trainer, "optimizer", types.SimpleNamespace(state_dict=lambda: state)):
+            before, trainer.optimizer = trainer.optimizer, types.SimpleNamespace(state_dict=lambda: state)
+            try:
                 own(output_dir)
+            finally:
+                trainer.optimizer = before
 
         each_at_length(engine, "Trainer: saving the optimizer", write)
 
@@ -170,13 +173,3 @@ def all_ranks(what: str) -> Iterator[None]:
     except (DivergenceError, MissingRankError) as error:
         remedy = f"{what} is called on all ranks, not under `if trainer.is_world_process_zero():` or the like."
         raise type(error)(f"{error}\n{remedy}") from error
-
-
-@contextlib.contextmanager
-def _in_place(target: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, before)

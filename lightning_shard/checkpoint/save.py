@@ -13,8 +13,8 @@ import torch
 
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError
-from torch_shard.frontend import each_rank, group_timeout
-from torch_shard.frontend.checkpoint import Source, broadcast, each, each_at_length, find, save_contents
+from torch_shard.frontend import agree, each_rank, group_timeout
+from torch_shard.frontend.checkpoint import Source, broadcast, each_at_length, find, save_contents
 
 from .._private import MixinBase, Private
 from ..strategy.settings import StrategySettings
@@ -117,7 +117,7 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         if engine is None:
             return self.broadcast(value)  # type: ignore[no-any-return]
         # A broadcast alone would let rank 0 go on without the others.
-        each(engine, what, lambda: None)
+        agree(engine, what)
         return broadcast(engine, value, what)
 
     def _run_on_rank0(self, what: str, function: Callable[[], None]) -> None:
