@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torch_shard import Engine, ShardTensor
+from torch_shard import ShardTensor
 from torch_shard.errors import DivergenceError, MissingRankError, StateDictError
 from torch_shard.frontend import (
     agree,
@@ -146,22 +146,11 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
             # torch's warnings about saving and loading schedulers are not meant for the user of a Trainer.
             warnings.simplefilter("ignore")
             schedule = torch.load(paths[1], map_location="cpu", weights_only=True)
-        _check_groups(engine, optimizer, state)
         return by_name(optimizer, param_names_of(engine, optimizer, trainer.model), state), schedule
 
     state, schedule = each_at_length(engine, "Trainer: loading the optimizer", read)
     load_optim_state_dict(engine, optimizer, state, trainer.model)
     trainer.lr_scheduler.load_state_dict(schedule)
-
-
-def _check_groups(engine: Engine, optimizer: Any, state: dict[str, Any]) -> None:
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != here:
-        raise StateDictError(
-            f"rank {engine.rank}: the checkpoint's optimizer has groups of {saved} parameters, this one of "
-            f"{here}; resume with the model and the arguments that it was saved with."
-        )
 
 
 # -- together -----------------------------------------------------------------------------------------------------------
