@@ -13,7 +13,7 @@ from ..checkpoint import PendingSave, load_contents, save_contents
 from ..checkpoint.format.atomic_directory import Saving, check_shared, commit, find, hidden, remove, swap, tidy
 from ..checkpoint.format.fileio import make_durable
 from ..checkpoint.format.safetensors import size_of
-from ..checkpoint.format.torch_file import first_line, refused
+from ..checkpoint.format.torch_file import refused
 from ..checkpoint.full.load import FullLoad, by_name
 from ..checkpoint.full.open_files import open_full, refuse_damaged
 from ..checkpoint.plain_params import all_parameters, plain_source
@@ -114,7 +114,7 @@ def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
                 f"with {remedy}, or allow its classes with torch.serialization.add_safe_globals([...])."
             ) from error
         raise CheckpointError(
-            f"{path} is damaged, or no checkpoint; nothing was loaded ({type(error).__name__}: {first_line(error)})."
+            f"{path} is damaged, or no checkpoint; nothing was loaded ({type(error).__name__}: {refused(error)})."
         ) from error
 
 
