@@ -182,9 +182,8 @@ _SIGTERM_HANDLER, _SIGTERM_CHECK = "_sigterm_notifier_fn", "_broadcast_sigterm_t
 def shadow_sigterm_handling(trainer: Any, handler: Callable[[int, Any], None], check: Callable[[], None]) -> None:
     """Make the next run call `handler` in place of the Trainer's own, and `check` before each batch of training."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    if hasattr(connector, _SIGTERM_HANDLER) and hasattr(
-        loop, _SIGTERM_CHECK
-    ):  # both, or a Lightning that has other ways
+    # Both are there, or this Lightning has other ways.
+    if hasattr(connector, _SIGTERM_HANDLER) and hasattr(loop, _SIGTERM_CHECK):
         vars(connector)[_SIGTERM_HANDLER], vars(loop)[_SIGTERM_CHECK] = handler, check
 
 

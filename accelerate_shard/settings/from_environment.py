@@ -85,9 +85,8 @@ def launch_plugin() -> ShardPlugin | None:
     changes = values_of(own)
     moved = "units" in changes or "layer_classes" in changes
     if moved and base.activation_checkpointing is True and base.layer_classes:
-        changes.setdefault(
-            "activation_checkpointing", base.layer_classes
-        )  # the layers stay the same, whatever the units are
+        # The layers stay the same, whatever the units are.
+        changes.setdefault("activation_checkpointing", base.layer_classes)
     # units and layer_classes are one choice: setting one drops the other.
     if "units" in changes and "layer_classes" not in changes:
         changes["layer_classes"] = ()

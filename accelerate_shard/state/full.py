@@ -87,10 +87,9 @@ def save_model(
     engine, in_hook = _engine(model), known(inner(model))
     if in_hook is not None and not in_hook.is_first:
         return
+    # The ranks do not all read where one rank calls this alone, as under `if accelerator.is_main_process`.
     if engine is None or in_hook is not None or not all_read(engine, "Accelerator.save_model"):
-        own(
-            model, folder, max_shard_size, safe
-        )  # the last: on this rank alone, as under `if accelerator.is_main_process`
+        own(model, folder, max_shard_size, safe)
         return
     ranks = Ranks([engine], "Accelerator.save_model")
     target = Path(os.path.abspath(os.fspath(folder)))

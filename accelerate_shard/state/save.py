@@ -254,9 +254,7 @@ class _Writing:
     def _write_model(self, position: int, item: Left) -> None:
         """Write full weights, on rank 0, to the file of their position in the list. Collective."""
         path = self.beside / weights_name(position, self.safe)
-        state = collections.OrderedDict(
-            item.state
-        )  # the type that Module.state_dict() returns, which safe loaders know
+        state = collections.OrderedDict(item.state)  # as Module.state_dict() returns it; safe loaders know this type
         if hasattr(item.state, "_metadata"):
             state._metadata = item.state._metadata  # type: ignore[attr-defined]
         self.ranks.on_first(lambda: accelerate.utils.save(state, str(path), safe_serialization=self.safe))

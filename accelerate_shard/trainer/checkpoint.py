@@ -52,9 +52,8 @@ def save_weights(
         StateDictError: `state_dict` holds shards.
         SetupError: the model has no values before it is sharded. Nothing has been written.
     """
-    engine = engine_holding(
-        trainer.model
-    )  # also if trainer.model is a part of the sharded model, as merge_and_unload returns one
+    # trainer.model may be a part of the sharded model, as merge_and_unload returns one.
+    engine = engine_holding(trainer.model)
     if state_dict is not None:
         _refuse_shards(state_dict)
     elif engine is None:

@@ -94,9 +94,8 @@ class TrainerStandInMixin(StandIn):
 
     def _shard(self, config: ShardConfig, fitting: bool) -> None:
         super()._shard(config, fitting)
-        if (
-            self._compress is not None and self.root_device.type == "cuda"
-        ):  # the only ones on which Lightning calls DDP's hooks
+        # Lightning calls DDP's hooks on GPUs only.
+        if self._compress is not None and self.root_device.type == "cuda":
             compress_gradients(self.engine, self._compress)
 
 
