@@ -1,4 +1,4 @@
-"""The CPU answers where a program insists on a GPU: ``cuda`` in a device's name means ``cpu``."""
+"""The CPU answers where a program insists on a GPU: ``cuda`` in a device's name, or its number, means ``cpu``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def apply(torch: ModuleType) -> None:
     def moved(function: Any) -> Any:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if type(kwargs.get("device")) is int:
+                kwargs["device"] = "cpu"
             return function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
 
         return call
