@@ -26,6 +26,8 @@ def config_with(handler: Any, config: ShardConfig) -> ShardConfig:
     """
     if handler is None:
         return config
+    if handler.dim != 0:
+        raise ConfigError(f"DistributedDataParallelKwargs.dim={handler.dim!r}: batches are not scattered here.")
     _hook_dtype(handler)
     stock = type(handler)()
     changed = [name for name in _WITHOUT_MEANING if getattr(handler, name, None) != getattr(stock, name, None)]

@@ -25,7 +25,8 @@ def of_yaml(contents: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in section.items() if value is not None}
     if "deepspeed_config_file" in given:  # then Accelerate allows none of that file's keys beside it
         config = read_config(given["deepspeed_config_file"], "deepspeed_config_file")
-        given["zero_optimization"] = config.get("zero_optimization") or {}
+        zero = config.get("zero_optimization")  # once a boolean
+        given["zero_optimization"] = zero if isinstance(zero, Mapping) else {}
     return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -111,11 +112,21 @@ def save_model(
         else:
             state = full_state_dict(engine, inner(model), rank0_only=True)
             with known_weights(inner(model), state, ranks.is_first):
-                ranks.on_first(lambda: own(model, beside / "weights", limit, safe))
+                ranks.on_first(lambda: _quietly(own, model, beside / "weights", limit, safe))
         ranks.on_first(lambda: _put(beside / "weights", target, safe))
     finally:
         if ranks.is_first:
             shutil.rmtree(beside, ignore_errors=True)
+
+
+def _quietly(own: Callable[..., None], *args: Any) -> None:
+    """Call Accelerate's method, which logs where it writes: that is not where the files will be."""
+    log = logging.getLogger("accelerate.accelerator")
+    was, log.disabled = log.disabled, True
+    try:
+        own(*args)
+    finally:
+        log.disabled = was
 
 
 def _make(target: Path, beside: Path) -> None:

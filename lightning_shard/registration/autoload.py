@@ -41,8 +41,9 @@ class AfterImport:
         """Put this before the other finders, and follow the modules that have been imported already at once. Idempotent."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
-            for module in [sys.modules[name] for name in self.names if name in sys.modules]:
-                self.then(module)
+            for module in map(sys.modules.get, self.names):
+                if module is not None and not getattr(module.__spec__, "_initializing", False):
+                    self.then(module)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in self.names:

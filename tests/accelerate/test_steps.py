@@ -245,12 +245,12 @@ def test_a_hook_that_compresses_gradients_gives_ddps_numbers_and_a_wrapper_witho
 
 @ranks(2)
 def test_hooks_made_for_buckets_are_refused_and_settings_without_a_meaning_named(rank):
-    handlers = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)]
-    with accelerator(kwargs_handlers=handlers) as acc:
-        model = net()
-        with pytest.raises(ConfigError, match="power_sgd"):
-            acc.prepare(model)
-        assert not acc._models
+    for chosen in ({"comm_hook": DDPCommunicationHookType.POWER_SGD}, {"dim": 1}):
+        with accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**chosen)]) as acc:
+            model = net()
+            with pytest.raises(ConfigError, match=r"power_sgd|dim=1"):
+                acc.prepare(model)
+            assert not acc._models
     with (
         accelerator(kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=5)]) as acc,
         captured_log() as messages,

@@ -63,7 +63,7 @@ def test_what_plain_torch_saved_is_loaded(rank, tmp_path):
     contents = [
         other.state_dict(),
         {"model": other.state_dict(), "optimizer": second.state_dict()},
-        {"state_dict": other.state_dict(), "optimizer_states": [second.state_dict()], "epoch": 3},
+        {"state_dict": other.state_dict(), "optimizer_states": [second.state_dict()], "epoch": 3, "optim": "SGD"},
         {"model_state_dict": {f"module.{k}": v for k, v in other.state_dict().items()}, "mask": torch.ones(2)},
     ]
     for number, content in enumerate(contents):

@@ -351,7 +351,7 @@ def blocking(
     number = channel.count()
     try:
         work = outside_saved_tensors_hooks(function, *args, group=channel.group, async_op=True, **kwargs)
+        Pending(watchdog, channel, number, what, work, ordered=ordered).wait()
     except dist.DistBackendError as error:
         raise_if_lost(watchdog, channel, what, error)
         raise
-    Pending(watchdog, channel, number, what, work, ordered=ordered).wait()

@@ -18,10 +18,12 @@ from torch import nn
 from ..comm import broadcast_buffers, consensus
 from ..comm.collective_steps import each_rank
 from ..comm.compressed_reduction import compressed
+from ..comm.process_group_ops import reduce_scatter_single
 from ..comm.process_groups import group_timeout
 from ..comm.rendezvous import exchange_texts
 from ..config.precision import for_autocast, precision_of
 from ..engine import Engine
+from ..errors import UnavailableError
 from ..offload.memory_limits import available as free_host_bytes
 from ..offload.memory_limits import formatted as format_bytes
 from ..optim.checks import refusal_of
@@ -193,7 +195,12 @@ def compress_gradients(engine: Engine, dtype: torch.dtype) -> None:
 
     Raises:
         ConfigError, UnitStateError: as :meth:`Engine.register_comm_hook`.
+        UnavailableError: this build of torch has no reduce-scatter.
     """
+    if reduce_scatter_single is None:
+        raise UnavailableError(
+            "a communication hook that compresses gradients needs torch.distributed with reduce_scatter."
+        )
     if engine.world_size > 1:
         engine.register_comm_hook((engine.shard_group, dtype), compressed)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 import secrets
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..checkpoint import PendingSave, load_contents, save_contents
@@ -87,7 +89,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-# Parts of the messages with which pickle and torch say that bytes are no pickle at all.
+# How pickle and torch begin to say that bytes are no pickle at all.
 _NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
 
 
@@ -100,15 +102,26 @@ def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
         remedy: what the user writes to read a trusted file without torch's safe loader, a part of a sentence.
 
     Raises:
-        CheckpointError: the file is damaged or no checkpoint, or holds objects that the safe loader refuses.
+        CheckpointError: the file is damaged or no checkpoint, or holds objects that the safe loader refuses, or whose classes
+            are not there.
     """
     try:
         return load()
-    except ShardError:
+    except (ShardError, torch.OutOfMemoryError):
         raise
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+    except AttributeError as error:
+        if not str(error).startswith("Can't get attribute"):  # of the loader, which may be the user's
+            raise
+        raise CheckpointError(
+            f"{path} holds objects of a class that is not found here, and nothing was loaded ({error}). Define the class where it "
+            "was when the file was written."
+        ) from error
+    except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError) as error:
         text = str(error)
-        if text.startswith("Weights only load failed") and not any(part in text for part in _NO_PICKLE):
+        if text.startswith("Attempting to deserialize"):  # on a device that is not there
+            raise
+        is_pickle = zipfile.is_zipfile(path) or not refused(error).startswith(_NO_PICKLE)
+        if text.startswith("Weights only load failed") and is_pickle:
             raise CheckpointError(
                 f"{path} holds objects that the safe loader does not accept ({refused(error)}). If you trust the file, load it "
                 f"with {remedy}, or allow its classes with torch.serialization.add_safe_globals([...])."

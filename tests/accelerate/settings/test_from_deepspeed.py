@@ -90,6 +90,8 @@ def test_deepspeeds_own_file_is_read() -> None:
     Path("ds.json").write_text(json.dumps(config), encoding="utf-8")
     said = of_yaml({"deepspeed_config": {"deepspeed_config_file": "ds.json", "zero3_init_flag": True}})
     assert fields_of(said) == {"strategy": "full_shard", "offload": Offload(params=False)}
+    Path("old.json").write_text('{"zero_optimization": true}', encoding="utf-8")  # as before there were stages
+    assert fields_of(of_yaml({"deepspeed_config": {"deepspeed_config_file": "old.json"}}))["strategy"] == "no_shard"
     with pytest.raises(ConfigError, match=r"deepspeed_config_file: none\.json can't be read"):
         of_yaml({"deepspeed_config": {"deepspeed_config_file": "none.json"}})
 

@@ -78,7 +78,9 @@ def recognised(file: FullFile, keys: Iterable[str]) -> tuple[Mapping[str, Any], 
     found = max(places, key=lambda name: _matches(values[name], known), default=None)  # the first of equals
     if found is None or _matches(values, known) > _matches(values[found], known):
         return values, None, None
-    optimizer = next((values[key] for key in OPTIMIZER_KEYS if key in values), None)
+    # Files have other things under these keys, too, such as an optimizer's name.
+    states = (values[key] for key in OPTIMIZER_KEYS if isinstance(values.get(key), (Mapping, list, tuple)))
+    optimizer = next(states, None)
     return values[found], optimizer, values.get(EXTRA)
 
 

@@ -49,7 +49,7 @@ WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.
 MODEL_KEYS = (MODEL, "state_dict", "model_state_dict")
 """The keys under which tools keep a model's state dict beside other entries."""
 
-OPTIMIZER_KEYS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_states", "optimizers")
+OPTIMIZER_KEYS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim", "optimizers")
 """The keys under which tools keep optimizers' state beside other entries of a file."""
 
 _OPTIMIZERS = ((OPTIMIZER,), ("optim",), ("app", "optim"), ("app", "optimizer"))

@@ -120,7 +120,7 @@ def read_items(
         item = None if record is None else record.places.get((index.fqn, offsets))
         if info is None or item is None:
             raise CheckpointError(
-                f"{folder}: {index.fqn} is not complete: {METADATA} and {MANIFEST} know no file that has its part at "
+                f"{folder}: {index.fqn} is not complete: {METADATA} and {MANIFEST} don't agree on a file that has its part at "
                 f"{index.offset}. Use another checkpoint."
             )
         wanted.setdefault(info.relative_path, []).append((item, read))
