@@ -113,8 +113,8 @@ def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
         if not str(error).startswith("Can't get attribute"):  # of the loader, which may be the user's
             raise
         raise CheckpointError(
-            f"{path} holds objects of a class that is not found here, and nothing was loaded ({error}). Define the class where it "
-            "was when the file was written."
+            f"{path} holds objects of a class that is not found here, and nothing was loaded ({error}). Define the class where "
+            "it was when the file was written."
         ) from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError) as error:
         text = str(error)
