@@ -59,9 +59,8 @@ def test_five_hundred_steps_take_no_more_memory(rank, tmp_path):
         training.step(number, accumulate=2, clip=0.5)
     training.state()
     assert held() - before < 4 << 20
-    assert (
-        threading.active_count() <= threads + 1
-    )  # a rank that was late is asked where it is, by a connection that stays
+    # A rank that was late is asked where it is, over a connection that stays.
+    assert threading.active_count() <= threads + 1
     assert count_tensors() <= tensors + 10
 
 
