@@ -35,12 +35,12 @@ from torch_shard.frontend import (
     write_full_safetensors,
 )
 
-from ._private import PREPARED_LISTS, refuse_local_sgd
+from ._private import PREPARED_LISTS, compiled_inner, refuse_local_sgd
 from .coordination import random_states
 from .coordination.uneven_batches import even_batches_set, join
 from .models import methods, outside_autocast
 from .models.checks import check_model, check_optimizer, not_for_local_sgd
-from .models.unwrap import engine_of, engines_of, inner, mark_prepared
+from .models.unwrap import engine_of, engines_of, mark_prepared
 from .settings.from_ddp_kwargs import config_with, register_hook
 from .settings.layers import checkpointed_layers, with_layer_units
 from .settings.plugin import ShardPlugin
@@ -138,12 +138,12 @@ class Accelerator(StateMixin, accelerate.Accelerator):  # type: ignore[misc]
 
         def check() -> ShardConfig | None:
             self._check(model)
-            return self._config_for(inner(model)) if engine_of(model) is None else None
+            return self._config_for(compiled_inner(model)) if engine_of(model) is None else None
 
         with _lists_restored(self):
             config = self._on_each_rank(check)
             if config is not None:
-                self._shard(inner(model), config)
+                self._shard(compiled_inner(model), config)
             # It is not moved, for sharding did that unit by unit, and not wrapped, which is what evaluation_mode means there.
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         mark_prepared(prepared)

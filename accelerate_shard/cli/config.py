@@ -25,8 +25,6 @@ from ..settings.from_deepspeed import fields_of, of_yaml
 from ..settings.from_environment import SETTINGS
 from ..settings.plugin import ShardPlugin
 
-__all__ = ["QUESTIONS", "Question", "add_to", "contents_of"]
-
 _DEFAULT_FILE = "accelerate_shard.yaml"
 _PRECISIONS = ("no", "bf16", "fp16")
 _SETTINGS = {setting.field: setting for setting in SETTINGS}

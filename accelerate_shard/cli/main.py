@@ -11,8 +11,6 @@ from torch_shard.versions import __version__
 
 from . import config, show
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line.

@@ -21,8 +21,6 @@ from ..settings.from_environment import launch_plugin
 from ..settings.plugin import ShardPlugin
 from ..settings.resolve import refuse_other_engines
 
-__all__ = ["add_to", "effective"]
-
 _PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors")
 
 

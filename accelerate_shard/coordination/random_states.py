@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["announce"]
-
 
 class _Announced(list[Any]):
     """The kinds of random states that a dataloader synchronizes, over which Accelerate iterates each time it does so."""

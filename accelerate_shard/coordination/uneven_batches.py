@@ -18,8 +18,6 @@ from torch_shard import Engine
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import exchange_texts
 
-__all__ = ["even_batches_set", "join"]
-
 _UNEVEN = (
     "join_uneven_inputs: the ranks have different numbers of batches of this dataloader, and a sharded model is trained by all "
     "ranks together. Leave even_batches at True (the last batches are filled up) or set drop_last=True. In evaluation numbers of "

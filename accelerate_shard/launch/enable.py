@@ -19,8 +19,6 @@ from ..settings.from_environment import launch_plugin, take_over_launch
 from ..settings.plugin import ShardPlugin, plugin_of
 from ..settings.resolve import set_enabled_plugin
 
-__all__ = ["Finder", "disable", "enable"]
-
 _TRAINER = "transformers.trainer"
 _LIBRARIES = ("accelerate", "transformers", "trl", "peft")
 

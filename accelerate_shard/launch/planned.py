@@ -7,8 +7,6 @@ import os
 from types import ModuleType
 from typing import Any
 
-__all__ = ["prepare"]
-
 _ARGUMENTS = "transformers.training_args"
 
 

@@ -27,17 +27,6 @@ from torch import nn
 
 from torch_shard.errors import ConfigError
 
-__all__ = [
-    "adapters_on_cpu",
-    "as_loaded",
-    "forget_tie",
-    "is_pretrained_class",
-    "keep_adapters_off_meta",
-    "quantization_of",
-    "untied_pairs",
-    "weights_from",
-]
-
 _T = TypeVar("_T", bound=torch.Tensor)
 # Held while `weights_from` has replaced a method of transformers, which is the process's, so that threads take turns.
 _loading = threading.RLock()

@@ -12,9 +12,8 @@ import torch_shard
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import refusal_of
 
-from .unwrap import engine_of, inner
-
-__all__ = ["check_model", "check_optimizer", "not_for_local_sgd"]
+from .._private import compiled_inner
+from .unwrap import engine_of
 
 _PLACES_ELSEWHERE = ("cpu", "disk", "meta")
 
@@ -25,7 +24,7 @@ def check_model(model: nn.Module, device: torch.device) -> None:
     Raises:
         ConfigError: names what was found, and the remedy.
     """
-    plain = inner(model)
+    plain = compiled_inner(model)
     _refuse_wrappers(plain)
     if torch_shard.engine_of(plain) is None:
         for name, module in plain.named_modules():

@@ -25,8 +25,6 @@ from . import _private_loading as _private
 from .lazy_tensors import Entry, Recorded, deferred_from
 from .unfilled_params import guard
 
-__all__ = ["from_pretrained"]
-
 _SHARDING = "Leave it out: shard() and Accelerator.prepare put each rank's part on its device."
 _OFFLOAD = "Leave it out: ShardPlugin(offload=...) keeps parameters and optimizer state in host memory or on disk."
 _REFUSED = {

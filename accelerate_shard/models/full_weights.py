@@ -23,8 +23,6 @@ from torch_shard.errors import StateDictError
 from .. import _private
 from .method_overrides import Shadow
 
-__all__ = ["Known", "full_weights", "known", "known_weights"]
-
 
 class Known(NamedTuple):
     """What is known of a module while hooks run.

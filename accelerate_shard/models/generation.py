@@ -29,8 +29,6 @@ from torch_shard.frontend import (
 )
 from torch_shard.log import logger
 
-__all__ = ["generate"]
-
 ROOM = 1.25
 """The full parameters may take the free memory divided by this; the rest is for caches of keys and values."""
 

@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from torch_shard.frontend import Deferred
 
-__all__ = ["Entry", "Recorded", "deferred_from"]
-
 
 class Entry:
     """An entry of a file, as ``safe_open(...).get_slice`` gives one: read by indexing.

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Shadow", "shadow", "unshadow"]
-
 
 class Shadow:
     """Calls ``function(module, stock, *args, **kwargs)``; `stock` is the bound method that it stands in front of.

@@ -9,8 +9,6 @@ from . import generation, peft, save_pretrained, unfilled_params
 from .method_overrides import shadow
 from .unwrap import engine_of
 
-__all__ = ["install"]
-
 
 def install(model: nn.Module) -> None:
     """Make ``save_pretrained``, ``generate`` and PEFT's methods of `model` and of its parts right for shards. Not collective.

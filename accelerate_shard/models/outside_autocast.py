@@ -15,8 +15,6 @@ from torch import nn
 from torch_shard import Precision
 from torch_shard.frontend import cast, cast_outputs
 
-__all__ = ["register"]
-
 
 def register(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Hook the layers of a sharded `model` whose parameters are gathered in another dtype than they are stored in.

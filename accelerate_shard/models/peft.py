@@ -12,8 +12,6 @@ from torch import nn
 from torch_shard.errors import ConfigError
 from torch_shard.frontend import engine_holding
 
-__all__ = ["add_adapter", "load_adapter", "on_full_weights"]
-
 
 def add_adapter(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``add_adapter``, or a tuner's ``add_weighted_adapter`` or ``inject_adapter``. Not collective.

@@ -27,8 +27,6 @@ from torch_shard.frontend.checkpoint import broadcast, each, gather
 from .. import _private
 from .full_weights import Known, known, known_weights
 
-__all__ = ["save_pretrained"]
-
 _COMPILED = "_orig_mod."  # how names begin in the state dict of a compiled model
 
 

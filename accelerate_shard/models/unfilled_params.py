@@ -17,11 +17,9 @@ from torch import nn
 from torch_shard.errors import SetupError
 
 from .. import _private
+from .._private import compiled_inner
 from . import _private_loading
 from .method_overrides import shadow, unshadow
-from .unwrap import inner
-
-__all__ = ["guard", "refuse", "unguard"]
 
 _FIRST = "call accelerator.prepare(model) or torch_shard.shard(model) before"
 
@@ -51,7 +49,7 @@ def refuse(model: nn.Module, what: str, remedy: str = _FIRST) -> None:
     Raises:
         SetupError: names `remedy`, a clause.
     """
-    plain = inner(model)
+    plain = compiled_inner(model)
     if _waits(plain) and _private.saved_adapters(plain, {}) is None:
         raise _error(what, remedy)
 

@@ -11,9 +11,7 @@ from torch import nn
 import torch_shard
 from torch_shard import Engine
 
-from .._private import compiled_inner as inner
-
-__all__ = ["engine_of", "engines_of", "inner", "mark_prepared"]
+from .._private import compiled_inner
 
 
 def engine_of(model: nn.Module) -> Engine | None:
@@ -21,7 +19,7 @@ def engine_of(model: nn.Module) -> Engine | None:
 
     None for its parts, too; :func:`torch_shard.frontend.engine_holding` finds the engine whose shards any module holds.
     """
-    return torch_shard.engine_of(inner(model))
+    return torch_shard.engine_of(compiled_inner(model))
 
 
 def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
@@ -52,4 +50,4 @@ class _Prepared:
 
 def mark_prepared(model: nn.Module) -> None:
     """Put a mark of ours in the place of the one that Accelerate has set on a prepared model. Not collective."""
-    model._is_accelerate_prepared = _Prepared(inner(model))  # type: ignore[assignment]
+    model._is_accelerate_prepared = _Prepared(compiled_inner(model))  # type: ignore[assignment]

@@ -12,8 +12,6 @@ import io
 import os
 from typing import Any
 
-__all__ = ["launch_environment", "parsed_launch"]
-
 
 def parsed_launch(arguments: list[str]) -> Any:
     """Return the options of an ``accelerate launch`` command line; None if this version does not know them."""

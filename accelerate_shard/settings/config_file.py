@@ -15,8 +15,6 @@ from torch_shard.errors import ConfigError
 
 from ._private_launch import parsed_launch
 
-__all__ = ["FILE_VARIABLE", "launch_file", "read_launch_file"]
-
 FILE_VARIABLE = "SHARD_CONFIG_FILE"
 """Environment variable with the path of the YAML, for launchers whose command line can't be seen (another container, say)."""
 

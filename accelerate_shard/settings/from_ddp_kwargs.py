@@ -12,8 +12,6 @@ from torch_shard.errors import ConfigError
 from torch_shard.frontend import compress_gradients
 from torch_shard.log import logger
 
-__all__ = ["config_with", "register_hook"]
-
 # Settings of DDP's reducer, which don't change results. There is no such reducer here.
 _WITHOUT_MEANING = ("bucket_cap_mb", "check_reduction", "gradient_as_bucket_view", "static_graph", "comm_state_option")
 

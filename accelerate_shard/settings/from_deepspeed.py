@@ -12,8 +12,6 @@ from typing import Any
 from torch_shard.frontend.deepspeed_settings import OFFLOADS, read_config, settings_of_zero
 from torch_shard.log import logger
 
-__all__ = ["fields_of", "of_yaml"]
-
 
 def of_yaml(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``deepspeed_config`` of a YAML, with the ZeRO section of the file of DeepSpeed's that it names. Not collective.

@@ -34,8 +34,6 @@ from .config_file import FILE_VARIABLE, launch_file, read_launch_file
 from .from_fsdp import KEYS, from_fsdp_environment
 from .plugin import ShardPlugin, StateDictType
 
-__all__ = ["PREFIX", "SETTINGS", "Setting", "launch_plugin", "own_names", "take_over_launch"]
-
 _TAKEN = "SHARD_FSDP_TAKEN_OVER"
 """Stands for ``ACCELERATE_USE_FSDP``, which Accelerate and transformers must not find: the next Accelerator() and processes that
 are started from this one still see that the launch has chosen FSDP."""

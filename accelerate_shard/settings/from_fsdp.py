@@ -23,8 +23,6 @@ from torch_shard.log import logger
 
 from .plugin import ShardPlugin, StateDictType
 
-__all__ = ["KEYS", "Key", "WholeModel", "from_fsdp_environment", "from_fsdp_plugin"]
-
 _ORDER = tuple(SHARDING_STRATEGIES)  # Accelerate also takes their numbers, from 1
 _STATE_DICTS: dict[str, StateDictType] = {
     "FULL_STATE_DICT": "full",

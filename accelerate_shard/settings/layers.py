@@ -14,8 +14,6 @@ from torch_shard.frontend import classes_named
 
 from .plugin import ShardPlugin
 
-__all__ = ["checkpointed_layers", "with_layer_units"]
-
 
 def with_layer_units(config: ShardConfig, model: nn.Module, names: Sequence[str]) -> ShardConfig:
     """Return `config` with each module of the classes `names` as a unit; `config` itself without names. Not collective.

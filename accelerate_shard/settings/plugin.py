@@ -11,8 +11,6 @@ from torch_shard import ShardConfig
 from torch_shard.activation_checkpointing import Layers, checked_layers
 from torch_shard.errors import ConfigError
 
-__all__ = ["ShardPlugin", "StateDictType", "plugin_of"]
-
 StateDictType = Literal["sharded", "full"]
 
 

@@ -16,8 +16,6 @@ from .from_environment import launch_plugin, own_names, take_over_launch
 from .from_fsdp import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
-__all__ = ["chosen_plugin", "refuse_other_engines", "set_enabled_plugin", "share"]
-
 _SHARED = "shard_plugin"
 _enabled: ShardPlugin | None = None  # what `enable(plugin)` was given
 

@@ -13,8 +13,6 @@ from torch_shard.log import logger
 
 from .files import is_checkpoint
 
-__all__ = ["as_named", "followed", "prune", "siblings", "source", "target"]
-
 _NAME = re.compile(r"checkpoint_(\d+)")
 
 

@@ -22,22 +22,6 @@ from accelerate.utils.constants import (
 from torch_shard.errors import CheckpointError
 from torch_shard.frontend.checkpoint import read_pickled
 
-__all__ = [
-    "CUSTOM",
-    "OPTIMIZER_NAME",
-    "SAMPLER_NAME",
-    "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "SHARDED",
-    "is_checkpoint",
-    "keep_others",
-    "model_file",
-    "numbered",
-    "random_states",
-    "read",
-    "weights_name",
-]
-
 SHARDED = "sharded"
 """The folder in a checkpoint that all ranks write."""
 

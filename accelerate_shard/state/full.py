@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_compiled_module
+from accelerate.utils.constants import OPTIMIZER_NAME
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -39,12 +40,11 @@ from torch_shard.frontend.checkpoint import (
     size_of,
 )
 
+from .._private import compiled_inner
 from ..models.full_weights import known, known_weights
-from ..models.unwrap import engine_of, inner
-from .files import OPTIMIZER_NAME, numbered, read
+from ..models.unwrap import engine_of
+from .files import numbered, read
 from .prepared import Prepared, Ranks
-
-__all__ = ["FullModel", "FullOptimizer", "PlainModel", "get_state_dict", "optimizer_state", "save_model", "shard_in"]
 
 _WHOLE = re.compile(r"(model|pytorch_model)\.(safetensors|bin)")
 _SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
@@ -59,8 +59,8 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
     engine = _engine(model)
     if engine is None:
         return None
-    in_hook = known(inner(model))
-    found = in_hook.state() if in_hook is not None else full_state_dict(engine, inner(model), rank0_only=True)
+    in_hook = known(compiled_inner(model))
+    found = in_hook.state() if in_hook is not None else full_state_dict(engine, compiled_inner(model), rank0_only=True)
     if unwrap or not is_compiled_module(model):
         return found
     return {f"_orig_mod.{name}": value for name, value in found.items()}
@@ -68,7 +68,7 @@ def get_state_dict(model: nn.Module, unwrap: bool) -> dict[str, Any] | None:
 
 def _engine(model: nn.Module) -> Engine | None:
     """Return the engine of a model, also of one that is a part of the sharded one; None if it is not sharded."""
-    return engine_of(model) or engine_holding(inner(model))
+    return engine_of(model) or engine_holding(compiled_inner(model))
 
 
 def shard_in(obj: Any) -> ShardTensor | None:
@@ -85,7 +85,7 @@ def save_model(
     own: Callable[[nn.Module, Any, Any, bool], None],
 ) -> None:
     """Write a model's weights. Collective. `own` is Accelerate's method, which asks the Accelerator for the state dict."""
-    engine, in_hook = _engine(model), known(inner(model))
+    engine, in_hook = _engine(model), known(compiled_inner(model))
     if in_hook is not None and not in_hook.is_first:
         return
     # The ranks do not all read where one rank calls this alone, as under `if accelerator.is_main_process`.
@@ -110,8 +110,8 @@ def save_model(
         if safe and engine_of(model) is not None:
             engine.save_full(beside / "weights", format="safetensors", max_shard_size=limit)
         else:
-            state = full_state_dict(engine, inner(model), rank0_only=True)
-            with known_weights(inner(model), state, ranks.is_first):
+            state = full_state_dict(engine, compiled_inner(model), rank0_only=True)
+            with known_weights(compiled_inner(model), state, ranks.is_first):
                 ranks.on_first(lambda: _quietly(own, model, beside / "weights", limit, safe))
         ranks.on_first(lambda: _put(beside / "weights", target, safe))
     finally:

@@ -15,8 +15,6 @@ from torch_shard.frontend import WithMetadata
 
 from .prepared import Ranks
 
-__all__ = ["Left", "after_load_hooks", "after_save_hooks"]
-
 
 class Left(NamedTuple):
     """The state of one model that hooks have left to be saved.

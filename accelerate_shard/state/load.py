@@ -18,8 +18,6 @@ from .hooks import after_load_hooks
 from .prepared import Prepared, Ranks, path_of
 from .small_objects import SmallState
 
-__all__ = ["load_state"]
-
 _WHAT = "Accelerator.load_state"
 _Part = FullModel | PlainModel | FullOptimizer
 

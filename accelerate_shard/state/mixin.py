@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["StateMixin"]
-
 
 def _is_state_dict(obj: Any) -> bool:
     return type(obj) is OrderedDict and hasattr(obj, "_metadata")

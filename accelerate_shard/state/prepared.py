@@ -15,10 +15,8 @@ from torch_shard.errors import CheckpointError
 from torch_shard.frontend import each_rank, engines_over, group_timeout
 from torch_shard.frontend.checkpoint import MODEL, MODELS, Source, broadcast, each, plain_source, source_of
 
-from .._private import plain_optimizer
-from ..models.unwrap import engine_of, inner
-
-__all__ = ["OneRank", "Prepared", "Ranks", "path_of"]
+from .._private import compiled_inner, plain_optimizer
+from ..models.unwrap import engine_of
 
 T = TypeVar("T")
 
@@ -38,7 +36,7 @@ class Prepared:
     """
 
     def __init__(self, accelerator: Any) -> None:
-        self.models: list[nn.Module] = [inner(model) for model in accelerator._models]
+        self.models: list[nn.Module] = [compiled_inner(model) for model in accelerator._models]
         self.engines: list[Engine | None] = [engine_of(model) for model in self.models]
         self.optimizers: list[Any] = [plain_optimizer(optimizer) for optimizer in accelerator._optimizers]
 

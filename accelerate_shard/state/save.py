@@ -12,6 +12,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.utils.constants import OPTIMIZER_NAME
 
 from torch_shard.errors import CheckpointError, ConfigError
 from torch_shard.frontend import all_read, is_readable_alone, reading_alone, refuse_inside
@@ -30,11 +31,9 @@ from torch_shard.log import logger
 
 from ..models.full_weights import full_weights
 from . import directory_names, full, small_objects
-from .files import OPTIMIZER_NAME, SHARDED, keep_others, numbered, weights_name
+from .files import SHARDED, keep_others, numbered, weights_name
 from .hooks import Left, after_save_hooks
 from .prepared import OneRank, Prepared, Ranks, path_of
-
-__all__ = ["save_state"]
 
 _WHAT = "Accelerator.save_state"
 

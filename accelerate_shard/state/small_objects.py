@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils.constants import SCALER_NAME, SCHEDULER_NAME
 
 from torch_shard import ShardTensor
 from torch_shard.errors import CheckpointError
 from torch_shard.frontend import is_parameter, map_tensors, shard_like, tensors_of
 from torch_shard.log import logger
 
-from .files import CUSTOM, SCALER_NAME, SCHEDULER_NAME, numbered, random_states, read
+from .files import CUSTOM, numbered, random_states, read
 from .prepared import Ranks
-
-__all__ = ["SmallState", "write", "write_custom"]
 
 
 def write(accelerator: Any, folder: Path) -> None:

@@ -32,8 +32,6 @@ from .._private import plain_optimizer
 from ..accelerator import Accelerator
 from ..models import unfilled_params
 
-__all__ = ["all_ranks", "load_optimizer", "load_weights", "save_optimizer", "save_weights"]
-
 _SAVING = "saving a model by the Trainer"
 _TRAINER_FIRST = (
     "call trainer.train() or trainer.evaluate() before, or trainer.accelerator.prepare_model(trainer.model)"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["STEPS", "ShardTrainerMixin", "apply_to_trainer", "remove_from_trainer"]
-
 STEPS: dict[str, Callable[..., Any]] = {
     "create_accelerator_and_postprocess": setup.create_accelerator,
     "_move_model_to_device": setup.move_model,

@@ -18,8 +18,6 @@ from .. import _private
 from ..accelerator import Accelerator
 from .checkpoint import all_ranks
 
-__all__ = ["create_accelerator", "evaluation_loop", "move_model"]
-
 
 def create_accelerator(trainer: Any, own: Callable[[], None]) -> None:
     """Make ``trainer.accelerator``, ours in place of Accelerate's. Not collective.

@@ -16,8 +16,6 @@ from torch_shard.frontend.checkpoint import map_shards
 
 from .full import on_meta
 
-__all__ = ["full_tensor", "gather_shards", "shard_names"]
-
 
 def gather_shards(engine: Engine, tree: Any) -> Any:
     """Replace ShardTensors in a tree: by full tensors on rank 0's CPU, by meta tensors on other ranks. Collective.

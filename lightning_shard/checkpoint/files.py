@@ -17,8 +17,6 @@ from torch_shard.log import logger
 
 from .._private import MixinBase
 
-__all__ = ["FileMixin", "aside", "delete", "hidden", "is_checkpoint_folder", "is_local", "remove", "swap"]
-
 MARKERS = (".metadata", "manifest.json", "meta.pt")
 """A folder with a sharded checkpoint has at least one of these files, whichever program wrote it."""
 

@@ -20,18 +20,6 @@ from torch_shard.log import logger
 from .files import is_local
 from .safe_load import load_safely
 
-__all__ = [
-    "is_sharded",
-    "load_model",
-    "load_optimizer",
-    "model_state",
-    "names_of",
-    "on_meta",
-    "optimizer_state",
-    "read_file",
-    "read_plain",
-]
-
 # -- the model --------------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,6 @@ from torch_shard import Engine, ShardTensor
 from torch_shard.activation_checkpointing import keep_activations
 from torch_shard.frontend import plain_copy
 
-__all__ = ["with_plain_modules"]
-
 
 def with_plain_modules(
     engine: Engine, checkpoint: dict[str, Any], key: str, values: Mapping[str, torch.Tensor]

@@ -13,8 +13,6 @@ import torch
 from torch_shard.frontend.checkpoint import classes_of_data, read_pickled
 from torch_shard.log import logger
 
-__all__ = ["classes_to_allow", "load_safely"]
-
 _UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch's variable, which counts where a call does not say
 _REMEDY = (
     "ShardStrategy(weights_only=False) or Trainer.fit(..., weights_only=False), in Fabric with fabric.load(..., "

@@ -14,14 +14,12 @@ import torch
 from torch_shard import Engine
 from torch_shard.errors import CheckpointError
 from torch_shard.frontend import agree, each_rank, group_timeout
-from torch_shard.frontend.checkpoint import Source, broadcast, each_at_length, find, save_contents
+from torch_shard.frontend.checkpoint import Source, broadcast, each_at_length, find, hidden, save_contents, swap
 
 from .._private import MixinBase, Private
 from ..strategy.settings import StrategySettings
 from . import files as _files
 from .safe_load import classes_to_allow
-
-__all__ = ["SavingMixin", "existing"]
 
 T = TypeVar("T")
 
@@ -94,9 +92,9 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         with torch.serialization.safe_globals(allowed):
             if not is_file:
                 return save_contents(engine, target, contents, sources=sources, asynchronous=asynchronous)
-            beside = _files.hidden(target, nonce)
+            beside = hidden(target, nonce)
             save_contents(engine, beside, contents, sources=sources)
-            self._run_on_rank0(f"replace {target}", lambda: _files.swap(beside, target))
+            self._run_on_rank0(f"replace {target}", lambda: swap(beside, target))
             self._run_on_rank0(f"delete what was {target}", lambda: _files.delete(beside))
             return None
 

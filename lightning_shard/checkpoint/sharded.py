@@ -40,20 +40,6 @@ from .files import is_local
 from .full import names_of
 from .safe_load import load_safely
 
-__all__ = [
-    "check_names",
-    "contents_of",
-    "is_named",
-    "load_either",
-    "load_optimizer",
-    "local_path",
-    "model_state",
-    "optimizer_state",
-    "read_folder",
-    "read_parts",
-    "renamed",
-]
-
 _META = "meta.pt"  # where Lightning's own strategies keep everything but model and optimizers
 
 # -- saving -----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,6 @@ from . import sharded as _sharded
 from .hyper_parameters import with_plain_modules
 from .save import SavingMixin, existing
 
-__all__ = ["CheckpointMixin"]
-
 
 class CheckpointMixin(SavingMixin):
     """The part of a strategy that saves and loads."""

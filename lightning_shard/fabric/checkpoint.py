@@ -32,8 +32,6 @@ from ..checkpoint import sharded as _sharded
 from ..checkpoint.save import SavingMixin, existing
 from .forward_module import inner
 
-__all__ = ["FabricCheckpointMixin"]
-
 _KEYS = "fabric_keys"
 """Beside the user's entries in a folder: the keys that model and optimizers had."""
 

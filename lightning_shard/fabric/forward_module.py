@@ -8,8 +8,6 @@ from torch import nn
 
 from .._private import is_redirected
 
-__all__ = ["ForwardModule", "inner", "unwrapped"]
-
 
 class ForwardModule(nn.Module):
     """Wraps the sharded module, as DDP does.

@@ -23,8 +23,6 @@ from ..strategy.signature import show_settings
 from .checkpoint import FabricCheckpointMixin
 from .forward_module import ForwardModule, inner, unwrapped
 
-__all__ = ["FabricStrategyMixin"]
-
 _HANDLE = "fabric.strategy.engine_of(model)"
 _SAVING = (
     'Use fabric.save(path, model.state_dict()) instead, or fabric.save(path, {"model": model, "optimizer": optimizer}), called '

@@ -17,8 +17,6 @@ from .._private import Private, accumulates, logged_step, logs_this_step
 from .hints import hints
 from .metrics import WAITS, Window
 
-__all__ = ["MonitorMixin"]
-
 
 class MonitorMixin:
     """Logs what sharding costs: bytes sent, waiting for communication, memory, and norms of gradients.

@@ -9,8 +9,6 @@ from torch_shard.frontend import format_bytes
 
 from .metrics import Window
 
-__all__ = ["hints"]
-
 _MANY = 4  # micro-batches of a step
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch_shard import Statistics
 
-__all__ = ["WAITS", "Window"]
-
 WAITS = ("gather_wait", "reduce_wait", "other_wait", "host_wait")
 
 

@@ -17,8 +17,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AfterImport", "install"]
-
 # The modules whose execution completes a registry of strategies: the registry's name in it, and the namespace.
 REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning"),

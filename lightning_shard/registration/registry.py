@@ -8,8 +8,6 @@ import importlib.util
 import sys
 from typing import Any
 
-__all__ = ["FABRIC", "NAMES", "TRAINER", "namespace_in_use", "register", "strategy_class", "trainer_module"]
-
 TRAINER = {"lightning": "lightning_shard.for_lightning", "pytorch_lightning": "lightning_shard.for_pytorch_lightning"}
 FABRIC = {
     "lightning.fabric": "lightning_shard.fabric.for_lightning",

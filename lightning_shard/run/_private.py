@@ -27,23 +27,6 @@ from typing import Any
 
 from torch_shard.errors import ConfigError
 
-__all__ = [
-    "ROOTS",
-    "Root",
-    "keep_ddp_kwargs",
-    "lower_precision",
-    "made_by_name",
-    "ranks_of",
-    "registered_class",
-    "run_fabric_cli",
-    "set_device_mesh",
-    "speaks",
-    "started_by",
-    "train_on_cpu",
-    "watch_children",
-    "watch_strategies",
-]
-
 
 @dataclass(frozen=True)
 class Root:

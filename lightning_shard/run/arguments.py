@@ -12,8 +12,6 @@ from typing import Any
 
 from torch_shard.errors import ConfigError
 
-__all__ = ["given_to", "note_arguments"]
-
 _NOTED = "_lightning_shard_arguments"
 
 

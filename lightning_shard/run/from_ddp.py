@@ -11,8 +11,6 @@ from torch_shard import Precision
 
 from .translation import Arguments, Translation
 
-__all__ = ["from_ddp"]
-
 # What DistributedDataParallel must be told, and the engine need not.
 _ALWAYS = (
     "batched_grad_copy", "check_reduction", "find_unused_parameters", "gradient_as_bucket_view", "skip_all_reduce_unused_params",

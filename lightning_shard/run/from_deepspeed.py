@@ -15,8 +15,6 @@ from torch_shard.frontend.deepspeed_settings import OFFLOADS, read_config, setti
 
 from .translation import Arguments, Translation
 
-__all__ = ["from_deepspeed"]
-
 _FILE_VARIABLE = "PL_DEEPSPEED_CONFIG_PATH"
 # DeepSpeed computes in 16 bits from parameters stored in fp32, whichever of the two names is given.
 _PRECISIONS = {"16-true": "16-mixed", "bf16-true": "bf16-mixed"}

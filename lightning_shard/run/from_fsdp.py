@@ -14,8 +14,6 @@ from torch_shard.frontend.fsdp_settings import (
 
 from .translation import Arguments, Translation
 
-__all__ = ["from_fsdp"]
-
 _ALWAYS = ("device_id", "forward_prefetch", "limit_all_gathers", "use_orig_params")
 
 

@@ -23,8 +23,6 @@ from torch_shard.frontend.launch import replace_everywhere
 
 from .translation import Arguments, Translation
 
-__all__ = ["Noted", "from_model_parallel", "note_fully_shard", "noting"]
-
 
 def from_model_parallel(given: dict[str, Any], defaults: dict[str, Any], devices: int, nodes: int) -> Translation:
     """Translate the arguments of ModelParallelStrategy. Not collective.

@@ -8,8 +8,6 @@ from types import ModuleType
 from ..registration.autoload import AfterImport
 from . import _private
 
-__all__ = ["prepare"]
-
 
 def prepare() -> None:
     """Make programs that are run in this process from now on shard, and need no device. Not collective."""

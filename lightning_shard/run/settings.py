@@ -17,8 +17,6 @@ from torch_shard.frontend.launch import (
 
 from ..strategy.settings import StateDictType
 
-__all__ = ["RUNS", "read_settings"]
-
 RUNS = "LIGHTNING_SHARD_RUNS"
 """The variable of the environment by which processes that a program starts know that it runs under the runner."""
 

@@ -24,8 +24,6 @@ from ._private import keep_ddp_kwargs, set_device_mesh
 from .from_model_parallel import Noted, noting
 from .translation import Translation
 
-__all__ = ["FabricStandInMixin", "StandIn", "TrainerStandInMixin"]
-
 
 class StandIn(MixinBase):  # type: ignore[misc]
     """The part that is the same for the Trainer and for Fabric."""

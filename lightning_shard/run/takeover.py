@@ -32,8 +32,6 @@ from .from_model_parallel import from_model_parallel, note_fully_shard
 from .stand_in import StandIn
 from .translation import Translation, defaults_of
 
-__all__ = ["take_over"]
-
 # The class that a strategy is of, the first that fits: DeepSpeedStrategy derives from DDPStrategy.
 _FAMILIES = ("DeepSpeedStrategy", "ModelParallelStrategy", "FSDPStrategy", "DDPStrategy")
 # What a subclass may define without being another strategy.

@@ -11,8 +11,6 @@ import torch
 
 from torch_shard.errors import ConfigError
 
-__all__ = ["Arguments", "Translation", "defaults_of"]
-
 # What both have under the same name. The precision plugin is decided on by the connector.
 _SAME = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend")
 _PLUGINS = ("precision_plugin", "precision")

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from .._private import Private
 
-__all__ = ["check_devices", "check_ranks"]
-
 _DEVICES = ("cpu", "cuda")  # that the engine shards on
 
 

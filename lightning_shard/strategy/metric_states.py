@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["move_states"]
-
 
 def move_states(model: nn.Module, device: torch.device) -> None:
     """Move such states of all modules in `model` to `device`. Not collective.

@@ -12,8 +12,6 @@ from torch_shard.frontend import for_autocast
 
 from .._private import Private
 
-__all__ = ["check", "config_for"]
-
 
 def check(plugin: Any, private: Private, strategy: str = "ShardStrategy") -> None:
     """Raise for a precision plugin that can't be right.

@@ -11,8 +11,6 @@ from .._private import MixinBase, Private
 from .environment import check_devices, check_ranks
 from .settings import StrategySettings
 
-__all__ = ["ProcessesMixin"]
-
 
 class ProcessesMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that knows processes and their group, and nothing of what they train."""

@@ -20,16 +20,6 @@ from torch_shard.frontend.launch import closest
 from .._private import MixinBase, Private
 from . import precision as _precision
 
-__all__ = [
-    "LayersOrOne",
-    "SettingsMixin",
-    "StartMethod",
-    "StateDictType",
-    "StrategySettings",
-    "same_config",
-    "split_settings",
-]
-
 LayersOrOne: TypeAlias = Layers | type[nn.Module] | str | None
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 StateDictType = Literal["full", "sharded"]

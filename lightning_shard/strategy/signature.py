@@ -10,8 +10,6 @@ from torch_shard import ShardConfig
 
 from .settings import StrategySettings
 
-__all__ = ["show_settings"]
-
 
 def show_settings(strategy: Any, **defaults: Any) -> None:
     """Replace ``**settings`` in the signature of ``strategy.__init__`` by the fields of StrategySettings and of ShardConfig.

@@ -16,8 +16,6 @@ from torch_shard.frontend import group_timeout, wait_for_all
 
 from .._private import MixinBase
 
-__all__ = ["BarrierMixin"]
-
 
 class BarrierMixin(MixinBase):  # type: ignore[misc]
     """The part of the Trainer's strategy that communicates for the user and the loops."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["ShardedClipping", "with_sharded_clipping"]
-
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
 

@@ -11,8 +11,6 @@ from torch_shard.log import logger
 from .._private import traces_graph
 from .memory import fits_on_every_rank
 
-__all__ = ["gather_to_trace", "leave_tracing"]
-
 
 def gather_to_trace(loggers: Iterable[Any], strategy: Any) -> None:
     """Make loggers' ``log_graph``, which all ranks call, hold full parameters on rank 0 meanwhile. Not collective by itself."""

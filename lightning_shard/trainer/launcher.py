@@ -6,8 +6,6 @@ from typing import Any
 
 from .._private import MixinBase, asked_weights_only
 
-__all__ = ["LauncherMixin"]
-
 
 class LauncherMixin(MixinBase):  # type: ignore[misc]
     """Keeps the user's ``weights_only`` for checkpoints that the run reads without it, as the learning-rate finder does."""

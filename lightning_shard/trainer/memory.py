@@ -9,8 +9,6 @@ import torch
 
 from torch_shard.frontend import free_host_bytes
 
-__all__ = ["fits_on_every_rank"]
-
 # The share of the memory available now. The rest is for other processes, and for the gathering itself.
 _SHARE = 0.5
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from torch_shard.errors import UnitStateError
 
-__all__ = ["enter_run", "leave_run"]
-
 _running: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The strategy that runs each module."""
 

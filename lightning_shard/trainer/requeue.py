@@ -24,8 +24,6 @@ from .._private import (
 )
 from ..strategy.settings import StrategySettings
 
-__all__ = ["RequeueMixin"]
-
 
 class RequeueMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that answers the signal before which SLURM ends a job (``SLURMEnvironment(auto_requeue=True)``)."""

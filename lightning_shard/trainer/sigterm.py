@@ -24,8 +24,6 @@ from .._private import (
     shadow_sigterm_handling,
 )
 
-__all__ = ["SigtermMixin"]
-
 
 class SigtermMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that answers SIGTERM."""

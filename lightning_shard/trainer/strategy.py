@@ -38,8 +38,6 @@ from .requeue import RequeueMixin
 from .sigterm import SigtermMixin
 from .uneven_batches import EvaluationMixin
 
-__all__ = ["TrainerStrategyMixin"]
-
 _HANDLE = "trainer.strategy.engine"
 _SAVING = (
     "Save trainer.strategy.engine.state_dict() instead, and for optimizers trainer.strategy.engine.optim_state_dict(optimizer), "

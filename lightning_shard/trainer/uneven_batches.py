@@ -27,8 +27,6 @@ from torch_shard.log import logger
 from .._private import MixinBase, is_last_to_evaluate
 from .memory import fits_on_every_rank
 
-__all__ = ["EvaluationMixin"]
-
 
 class EvaluationMixin(MixinBase):  # type: ignore[misc]
     """The part of a strategy that runs the steps of ``validate``, ``test`` and ``predict``."""

@@ -31,8 +31,6 @@ from torch_shard.frontend import (
 from .._private import Private, average_of
 from ..checkpoint.extra_shards import full_tensor
 
-__all__ = ["check", "parameters", "shard", "unshard"]
-
 
 def copies(callbacks: Iterable[Any], private: Private) -> Iterator[tuple[Any, nn.Module]]:
     """Yield the callbacks that average, each with its copy of the module."""

@@ -8,8 +8,6 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["OF_THIS", "check_dtype", "wrong_dtype"]
-
 OF_THIS = " It must be a checkpoint of this model and these optimizers."
 """The hint of :meth:`~..state.model_state.Mismatches.refuse` for a checkpoint."""
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from .sharded.entries import Source
 
-__all__ = ["all_parameters", "plain_source"]
-
 
 class _Named(nn.Module):
     """A proxy for a model of which only the parameters' names are needed; it does not own the parameters."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .sharded.async_save import PendingSave
     from .sharded.host_snapshot import SnapshotMemory
 
-__all__ = ["EnginePort"]
-
 
 class EnginePort(Protocol):
     """The engine whose model is saved or loaded.

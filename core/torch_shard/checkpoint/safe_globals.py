@@ -14,8 +14,6 @@ import sys
 import types
 from typing import Any
 
-__all__ = ["classes_of_data"]
-
 
 def classes_of_data() -> list[Any]:
     """Return these classes, for ``torch.serialization.safe_globals``."""

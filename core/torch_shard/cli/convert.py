@@ -21,8 +21,6 @@ from ..checkpoint.tools.to_single_file import write_safetensors, write_torch
 from ..errors import CheckpointError, ConfigError
 from .output import print_json, progress, size
 
-__all__ = ["add_to"]
-
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _DTYPES |= {dtype_name(dtype): dtype for dtype in _DTYPES.values()}
 

@@ -12,8 +12,6 @@ from ..checkpoint.tools.open_any import open_checkpoint
 from ..errors import CheckpointError, ConfigError
 from .output import plain, print_json, progress, short
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's commands."""

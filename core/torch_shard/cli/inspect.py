@@ -13,8 +13,6 @@ from ..checkpoint.tools.classify import LIGHTNING, Parts, parts_of
 from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from .output import print_json, short, size, table
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's commands."""

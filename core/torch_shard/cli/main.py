@@ -15,8 +15,6 @@ from ..errors import ShardError
 from ..versions import __version__
 from . import convert, diff, inspect, plan, selftest, verify
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = ("inspect", "verify", "consolidate", "convert", "diff", "selftest", "plan")
 
 _EXIT = """exit codes:

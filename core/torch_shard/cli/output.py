@@ -12,8 +12,6 @@ from tqdm import tqdm
 
 from ..checkpoint.format.manifest import dtype_name
 
-__all__ = ["plain", "print_json", "progress", "short", "size", "table"]
-
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object."""

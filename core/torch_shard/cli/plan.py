@@ -26,8 +26,6 @@ from ..plan.settings_search import search_step
 from ..utils.html_page import check_path
 from .output import print_json
 
-__all__ = ["add_to"]
-
 _ROWS = 12  # of the table that is printed
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -16,8 +16,6 @@ from tqdm import tqdm
 from ..errors import ConfigError, UnavailableError
 from .output import print_json
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's commands."""

@@ -8,8 +8,6 @@ from typing import Any
 from ..checkpoint.tools.verify import size_to_verify, verify
 from .output import print_json, progress, size
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser's commands."""

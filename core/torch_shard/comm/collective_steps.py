@@ -21,8 +21,6 @@ from .rendezvous import exchange_texts
 from .watchdog import blocking
 from .work import default_store
 
-__all__ = ["broadcast", "each", "each_rank", "gather", "heartbeat_barrier", "uncollected"]
-
 T = TypeVar("T")
 
 

@@ -21,11 +21,6 @@ from .work import Pending
 if TYPE_CHECKING:
     from .ports import ModelPort
 
-__all__ = [
-    "CommHook",
-    "hook_name",
-]
-
 
 @dataclass(eq=False)
 class CommHook:

@@ -20,8 +20,6 @@ from .streams import orders_streams
 from .watchdog import Watchdog, blocking
 from .work import Channel
 
-__all__ = ["connect"]
-
 
 def connect(mesh: Mesh, config: ShardConfig) -> Collectives:
     """Make the collectives of an engine over the ranks of `mesh`. Collective over them.

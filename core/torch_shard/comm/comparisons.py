@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from .one_sided.service import Service
     from .watchdog import Watchdog
 
-__all__ = ["FLAGS", "LEFT", "Comparisons", "Purpose"]
-
 
 class Purpose(enum.IntEnum):
     """What a rank comes to a comparison for. Each has a flag in the message."""

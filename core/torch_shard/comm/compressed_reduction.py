@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from .process_group_ops import reduce_scatter_single
 
-__all__ = ["compressed"]
-
 
 def compressed(state: Any, grad: torch.Tensor, output: torch.Tensor | None = None) -> None:
     """Average gradients in a narrower dtype. Collective.

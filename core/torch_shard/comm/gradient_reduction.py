@@ -16,8 +16,6 @@ from .work import POLL, Pending
 if TYPE_CHECKING:
     from .collectives import Collectives
 
-__all__ = ["Reduction", "cast"]
-
 
 @dataclass(eq=False)
 class Reduction:

@@ -15,8 +15,6 @@ from typing import Any
 from ..errors import MissingRankError
 from .store_messages import Messages, longest_pause
 
-__all__ = ["HeartbeatBarrier"]
-
 _PART = 4 << 20  # bytes of a value in the store; torch's store takes at most 8 MiB
 
 

@@ -21,8 +21,6 @@ from .process_groups import backend_of, group_over
 from .rendezvous import exchange_texts
 from .streams import accelerator, indexed, orders_streams
 
-__all__ = ["Mesh", "device_for", "ranks_of_node", "resolve_mesh"]
-
 Ranks = Sequence[Sequence[int]]
 """The global ranks of each of several groups."""
 

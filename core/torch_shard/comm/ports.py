@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .one_sided.partners import ShardPart
     from .one_sided.versions import Versions
 
-__all__ = ["ModelPort", "ShardSource"]
-
 
 class ModelPort(Protocol):
     """A sharded model on one rank: its collectives, and the sequence of operations that its ranks compare."""

@@ -27,17 +27,6 @@ from ..utils.autograd_private import outside_saved_tensors_hooks as _begun
 from ..versions import at_least
 from .work import Works
 
-__all__ = [
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "broadcast_each",
-    "reduce_scatter",
-    "reduce_scatter_single",
-]
-
 # torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 and 2.12 lack the new ones.
 _NEW = at_least("2.13")
 all_gather_single: Any = getattr(dist, "all_gather_single" if _NEW else "all_gather_into_tensor", None)

@@ -34,17 +34,6 @@ from .store_messages import Messages
 from .streams import streams_of
 from .work import default_store
 
-__all__ = [
-    "ProcessGroups",
-    "backend_of",
-    "default_group",
-    "group_over",
-    "group_timeout",
-    "groups_for",
-    "ranks_of",
-]
-
-
 _DEFAULT_TIMEOUT = 1800.0  # seconds
 
 

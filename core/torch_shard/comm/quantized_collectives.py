@@ -18,8 +18,6 @@ from ..numerics.block_quantizer import BlockQuantizer
 from .collectives import Collectives, outside_inference
 from .gradient_reduction import Reduction
 
-__all__ = ["QuantizedGather", "QuantizedGradients", "QuantizedReduction"]
-
 
 class QuantizedGather:
     """A gather in flight, like :class:`~torch_shard.comm.work.Pending`, which is complete once its values are decoded."""

@@ -16,8 +16,6 @@ from ..errors import ConfigError
 from .streams import streams_of
 from .work import Channel
 
-__all__ = ["RegisteredMemory", "check_registers"]
-
 
 def check_registers(backend: str, device: torch.device) -> None:
     """Raise a ConfigError unless a backend can register memory."""

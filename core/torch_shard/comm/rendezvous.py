@@ -14,8 +14,6 @@ from ..log import ANY_RANK, logger
 from .store_messages import longest_pause
 from .work import SLOW, caller_line, default_store
 
-__all__ = ["exchange_texts"]
-
 
 def exchange_texts(
     ranks: list[int], name: str, mine: str, timeout: float, what: str = "shard()", wait: bool = True

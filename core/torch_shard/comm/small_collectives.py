@@ -12,8 +12,6 @@ from .process_group_ops import all_gather_single
 from .watchdog import Watchdog, blocking
 from .work import Channel
 
-__all__ = ["ScalarComm", "UnknownStep"]
-
 
 class UnknownStep(Protocol):
     """The step of an optimizer class that the engine does not know, which steps on the sharded tensors themselves."""

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["SpareBuffers"]
-
 _Buffer = TypeVar("_Buffer")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Messages", "longest_pause"]
-
 
 def longest_pause(ranks: int) -> float:
     """Return the most seconds that a waiting rank sleeps between two requests to the store; more for many ranks."""

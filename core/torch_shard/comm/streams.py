@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Streams", "accelerator", "current_streams", "indexed", "like_nccl", "orders_streams", "streams_of"]
-
 _NO_CONTEXT = contextlib.nullcontext()
 _WITHOUT = ("cpu", "meta", "mps")  # types of devices without streams of their own; Metal has no collectives either
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .streams import Streams
     from .work import Channel
 
-__all__ = ["GatheredBytes", "Statistics", "StreamWaits", "waits"]
-
 
 @dataclass(frozen=True)
 class Statistics:

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-__all__ = ["is_cast", "is_cast_by_size"]
-
 _WITH_WEIGHT_AND_BIAS = (nn.Linear, nn.modules.conv._ConvNd)
 _WHOLLY = (nn.RNNBase, nn.MultiheadAttention)
 _NEVER = (nn.Embedding, nn.EmbeddingBag, ParametrizationList)

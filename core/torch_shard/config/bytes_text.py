@@ -6,8 +6,6 @@ import re
 
 from ..errors import ConfigError
 
-__all__ = ["BYTES_FORM", "read_bytes"]
-
 BYTES_FORM = "a number of bytes such as 80GiB or 24GB"
 _BYTES = re.compile(r"([\d.]+) *([kKMGT]?)(i?)B", re.ASCII)
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}

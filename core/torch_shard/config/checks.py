@@ -11,8 +11,6 @@ from torch import nn
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern, every_name, matches
 
-__all__ = ["check_bools", "check_int", "check_seconds", "checked_modules", "chooses", "modules_named"]
-
 
 def check_bools(settings: Any, *fields: str, prefix: str = "") -> None:
     """Raise a ConfigError unless these fields of `settings` are True or False."""

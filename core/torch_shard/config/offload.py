@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import ConfigError
 from .checks import check_bools
 
-__all__ = ["BEHIND", "IN_FLIGHT", "MIN_ACTIVATION_BYTES", "PAGED", "STAGED", "Offload", "offload_of"]
-
 IN_FLIGHT = 1
 """The number of units whose gradients are being copied to host memory when those of the next unit take device memory."""
 STAGED = 3

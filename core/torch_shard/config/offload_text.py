@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import ConfigError
 from .offload import Offload
 
-__all__ = ["FORM", "offload_of_fields", "read_offload", "text_of"]
-
 _NOTHING, _ALL = ("none", "no", "false", "off", "0"), ("cpu", "yes", "true", "on", "1")
 _VALUES = {**dict.fromkeys(_NOTHING, False), **dict.fromkeys(_ALL, True), "none": None}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Offload))

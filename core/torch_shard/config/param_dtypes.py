@@ -12,8 +12,6 @@ from ..numerics.dtypes import FLOATS, widens
 if TYPE_CHECKING:
     from .quantization import Quantized
 
-__all__ = ["Dtypes"]
-
 
 @dataclass(frozen=True)
 class Dtypes:

@@ -29,15 +29,6 @@ from .checks import check_bools, checked_modules, modules_named
 if TYPE_CHECKING:
     from .shard_config import ShardConfig
 
-__all__ = [
-    "NONE",
-    "NORMS",
-    "Precision",
-    "for_autocast",
-    "norms_in",
-    "precision_of",
-]
-
 
 NORMS: tuple[type[nn.Module], ...] = (
     nn.LayerNorm,

@@ -21,8 +21,6 @@ from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.dtypes import FLOATS
 from .checks import check_bools, check_int, checked_modules, modules_named
 
-__all__ = ["Quantized"]
-
 _CODES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 _LEAST_BLOCK = 16  # with fewer elements, the scales are a quarter of the message and more
 _FLOAT8_SINCE = (8, 9)  # compute capability of the first GPUs that have float8

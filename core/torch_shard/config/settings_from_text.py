@@ -16,19 +16,6 @@ from .offload_text import FORM as OFFLOAD
 from .offload_text import offload_of_fields, read_offload
 from .shard_config import Strategy
 
-__all__ = [
-    "FLAG_FORM",
-    "PREFIX",
-    "SETTINGS",
-    "Setting",
-    "closest",
-    "flag",
-    "names",
-    "one_of",
-    "read_value",
-    "read_variables",
-]
-
 PREFIX = "SHARD_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _DTYPES = {

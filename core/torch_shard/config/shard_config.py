@@ -17,8 +17,6 @@ from .offload import Offload, offload_of
 from .precision import Precision, precision_of
 from .quantization import Quantized
 
-__all__ = ["Ignored", "ShardConfig", "Strategy", "Units"]
-
 Strategy = Literal[
     "full_shard", "shard_grad_op", "shard_optim", "hybrid_shard", "hybrid_shard_zero2", "no_shard", "auto"
 ]

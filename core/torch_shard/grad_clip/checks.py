@@ -9,8 +9,6 @@ import torch
 from ..errors import ShardError
 from ..runtime.runtime import Runtime
 
-__all__ = ["refuse_partials"]
-
 
 def refuse_partials(runtime: Runtime, parameters: Iterable[torch.Tensor] | None, what: str) -> None:
     """Raise if `what`, an operation that is not linear in gradients, would use partially accumulated ones. Not collective.

@@ -12,8 +12,6 @@ from ..runtime.runtime import Runtime
 from ..unshard.scattered_values import local_grads
 from .norms import Owners, common_shard, gather_columns, local_norm, wide_dtype
 
-__all__ = ["grad_norms"]
-
 
 def grad_norms(
     runtime: Runtime, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None

@@ -17,8 +17,6 @@ from ..shard_tensor.host_memory import flat_of
 from ..shard_tensor.unsharded_param import own_grad
 from ..unit.flat_buffer import FlatBuffer
 
-__all__ = ["Owners", "common_shard", "gather_columns", "local_norm", "wide_dtype"]
-
 _flat, _spec = map(operator.attrgetter, ("_shard_state.flat", "_shard_state.spec"))
 
 Owners: TypeAlias = tuple[Collectives, Any]

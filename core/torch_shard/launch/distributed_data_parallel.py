@@ -20,8 +20,6 @@ from ..log import logger
 from ..utils.pytree import map_tensors
 from .settings import Overrides
 
-__all__ = ["DistributedDataParallel", "use"]
-
 # Those of torch's buckets of gradients. Gradients of any subset of the parameters are reduced rightly here.
 _OF_BUCKETS = (
     "bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph",

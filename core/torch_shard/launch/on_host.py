@@ -15,8 +15,6 @@ import torch.cuda.amp.common as amp_common
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["OnHost"]
-
 _cuda: Any = vars(torch)["cuda"]
 _NOTHING = (
     "empty_cache",

@@ -16,8 +16,6 @@ from ..plan.planner import make_plan
 from ..runtime import registry
 from ..setup import build
 
-__all__ = ["PlannedEngine"]
-
 
 class PlannedEngine(Engine):
     """What a script has as its engine in ``torch-shard plan``. The model is a plain one; one rank is all there is.

@@ -49,8 +49,6 @@ from .planned_engine import PlannedEngine
 from .replace import replace_ddp, replace_fsdp
 from .settings import RUNNER_SETTINGS, Overrides
 
-__all__ = ["plan_script"]
-
 _FRONT_ENDS = "torch_shard.planned_scripts"
 _OF_FABRIC = ("LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_STRATEGY")
 # What tells a program that it is one of several ranks, of which there are none here.

@@ -14,8 +14,6 @@ from ..fsdp import deferred_wrap
 from . import distributed_data_parallel
 from .settings import Overrides
 
-__all__ = ["replace_ddp", "replace_fsdp"]
-
 # torch's own modules compare classes with the ones they know: ours is a subclass of DistributedDataParallel, and FSDP's models
 # are no FSDP of torch's to them.
 _KEEP = ("torch", "torch_shard")

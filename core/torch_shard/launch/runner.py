@@ -12,8 +12,6 @@ from ..errors import ConfigError
 from ..frontend.launch import MISUSED, read_arguments, read_variables, run_script, values_of
 from .settings import RUNNER_SETTINGS
 
-__all__ = ["main"]
-
 _DESCRIPTION = """Run a script that trains with DistributedDataParallel, or with --shard.fsdp one that trains with torch's FSDP,
 unedited and with sharded models. Start it as the script itself would be started: torchrun --nproc-per-node 8 -m torch_shard
 train.py --lr 1e-4. With a command of torch-shard in place of the script (inspect, verify, consolidate, convert, diff, selftest)

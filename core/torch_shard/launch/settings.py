@@ -12,8 +12,6 @@ from ..comm.process_groups import group_timeout
 from ..config.shard_config import ShardConfig
 from ..frontend.launch import FLAG_FORM, SETTINGS, Setting, flag
 
-__all__ = ["RUNNER_SETTINGS", "Overrides"]
-
 RUNNER_SETTINGS = (
     *SETTINGS,
     Setting("defer_gradient_sync", flag, FLAG_FORM),

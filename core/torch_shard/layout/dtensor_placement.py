@@ -26,20 +26,6 @@ from torch import nn
 from ..errors import SetupError, ShardError
 from .tensor_part import TensorPart, dense_stride, part_of_rank
 
-__all__ = [
-    "Placed",
-    "data_parallel_groups_of",
-    "is_dtensor",
-    "is_full",
-    "local_of",
-    "made_like",
-    "part_given",
-    "placed_of",
-    "ranks_in",
-    "replicated_like",
-    "tensor_mesh",
-]
-
 
 def is_dtensor(value: Any) -> bool:
     """Return True for a DTensor, without importing its module, which would take a second."""

@@ -23,18 +23,6 @@ import torch
 
 from ..errors import LayoutError
 
-__all__ = [
-    "ALIGNMENT",
-    "Box",
-    "FlatLayout",
-    "ParamMeta",
-    "Slot",
-    "aligned",
-    "contiguous_stride",
-    "slot_view",
-]
-
-
 ALIGNMENT = 16
 """Bytes to which parameter starts and shard sizes are aligned (vectorised kernels need 16)."""
 

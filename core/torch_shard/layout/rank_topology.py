@@ -31,8 +31,6 @@ from dataclasses import dataclass
 
 from ..errors import SetupError
 
-__all__ = ["Topology"]
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .flat_layout import Box, contiguous_stride
 
-__all__ = ["TensorPart", "dense_stride", "part_of_rank"]
-
 
 @dataclass(frozen=True)
 class TensorPart:

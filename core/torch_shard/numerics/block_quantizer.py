@@ -19,8 +19,6 @@ import torch
 
 from ..layout.flat_layout import ALIGNMENT
 
-__all__ = ["BlockQuantizer"]
-
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 # The number of elements that are worked on at a time. On a CPU it is so small that intermediate values stay in a core's cache;

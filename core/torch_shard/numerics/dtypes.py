@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "FLOATS",
-    "widens",
-]
-
-
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

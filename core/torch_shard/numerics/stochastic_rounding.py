@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["EXACT", "Rounding", "noise", "round_to"]
-
 EXACT = torch.float32
 """The dtype in which a step computes."""
 

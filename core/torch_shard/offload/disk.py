@@ -41,8 +41,6 @@ from ..errors import DiskError, UnavailableError
 from . import paging
 from .memory_limits import formatted
 
-__all__ = ["DiskStore"]
-
 
 @dataclass(eq=False)
 class _Mapping:

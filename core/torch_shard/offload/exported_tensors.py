@@ -13,8 +13,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["ExportedTensor"]
-
 _data: Any = torch.Tensor.data  # type: ignore[attr-defined]
 
 

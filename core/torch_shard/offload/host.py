@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..layout.flat_layout import FlatLayout
     from ..plan.plan import ParamInfo
 
-__all__ = ["Host"]
-
 
 class Host:
     """The host memory, disk and thread that the units of an engine share.

@@ -13,8 +13,6 @@ from ..log import current_rank
 from .memory_limits import available, formatted
 from .pinned import allocate, can_pin
 
-__all__ = ["HostBuffer", "HostBuffers"]
-
 _PAGE = 4096  # bytes
 _CLASSES = 8  # sizes of buffers between a power of two and the next: at most an eighth of what is asked for is added
 

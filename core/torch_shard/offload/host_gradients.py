@@ -17,8 +17,6 @@ from .host import Host
 from .host_thread import Task
 from .pending_writes import Copying, PendingWrites, Work
 
-__all__ = ["PIECE", "HostGradients"]
-
 PIECE = 1 << 16
 """Elements of which norms are taken at once in host memory: torch adds in fp32 one after the other there."""
 _SPARE = 2  # buffers that are kept between backwards

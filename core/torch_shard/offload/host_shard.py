@@ -12,8 +12,6 @@ from ..numerics.block_quantizer import BlockQuantizer
 from .host import Host
 from .pending_writes import Copying, PendingWrites
 
-__all__ = ["Crossing", "HostShard"]
-
 
 class Crossing:
     """A copy to the device that a unit waits for as for a gather (:class:`~torch_shard.comm.work.Pending`)."""

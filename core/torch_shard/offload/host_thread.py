@@ -13,8 +13,6 @@ import torch
 from ..comm.streams import streams_of
 from ..errors import HostStepError
 
-__all__ = ["HostThread", "Later", "Task", "TaskGroup"]
-
 
 class TaskGroup:
     """The tasks of one step: once one has failed, the others are left undone."""

@@ -24,8 +24,6 @@ from ..comm.collectives import Collectives
 from ..errors import HostMemoryError
 from ..log import logger
 
-__all__ = ["RESERVE", "Limit", "available", "check", "formatted", "limits"]
-
 RESERVE = 1 << 30
 """Bytes that are left of each limit: for activations' copies, data loading, and what the libraries allocate as they go."""
 

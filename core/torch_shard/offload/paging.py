@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["drop", "fetch", "write_out"]
-
 _WILLNEED = 3
 _PAGEOUT = 21  # since Linux 5.4
 _POPULATE_WRITE = 23  # since Linux 5.14

@@ -24,8 +24,6 @@ from .host_thread import Later, Task
 if TYPE_CHECKING:
     from .host import Host
 
-__all__ = ["Copying", "PendingWrites", "Work"]
-
 
 @dataclass(frozen=True, eq=False)
 class Copying:

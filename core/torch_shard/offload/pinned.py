@@ -22,8 +22,6 @@ from ..comm.streams import streams_of
 from ..errors import HostMemoryError, PinnedMemoryError
 from .memory_limits import formatted
 
-__all__ = ["allocate", "can_pin"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices, not only for the current one
 _HUGE = 2 << 20
 

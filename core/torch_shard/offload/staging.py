@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .host import Host
     from .host_thread import Task
 
-__all__ = ["Staged", "Staging"]
-
 
 @dataclass(eq=False)
 class Staged:

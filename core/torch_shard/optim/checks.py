@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
     from ..unit.unit import Unit
 
-__all__ = [
-    "check_class",
-    "check_units",
-    "refusal_of",
-    "refuse_others",
-    "refuse_repeated",
-    "refuse_unreduced",
-    "refuse_without_rounding",
-    "shard_state",
-    "state_dtype",
-    "units_of",
-    "widen_state",
-]
-
 
 def refusal_of(optimizer: Any) -> str | None:
     """Return why an optimizer can't step on shards, whatever it is registered as, with the remedy; None where it may."""

@@ -18,8 +18,6 @@ from ..unit.unit import unit_of
 if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
 
-__all__ = ["OPEN", "first_runtime", "open_runtime_of", "params_of", "runtimes_of", "same_params"]
-
 OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 """The runtimes of this process whose engines follow optimizers' steps."""
 

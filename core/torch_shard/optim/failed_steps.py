@@ -13,8 +13,6 @@ from typing import Any
 from ..runtime.out_of_memory import OPTIMIZER_STEP, explain
 from .engines_of_optimizer import first_runtime
 
-__all__ = ["explained"]
-
 
 @contextmanager
 def explained(optimizer: Any) -> Iterator[None]:

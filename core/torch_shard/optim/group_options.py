@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-__all__ = ["Options", "Snapshot", "copied_options", "put"]
-
 _OF_PARAMETERS = frozenset({"params", "param_names"})  # entries with an element for each parameter
 _MUTABLE = (torch.Tensor, list, tuple, dict, set)
 

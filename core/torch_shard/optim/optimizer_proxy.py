@@ -14,8 +14,6 @@ from typing import Any
 
 from .failed_steps import explained
 
-__all__ = ["OptimizerProxy", "ParamGroups", "Session", "StateView", "StepBackend", "proxy_of"]
-
 
 class StepBackend:
     """What a step works on in place of the user's parameters; one for each optimizer.

@@ -22,8 +22,6 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["Kind", "counters_in", "is_counter", "kind_of", "register"]
-
 Kind = Literal["elementwise", "matrix"]
 
 _ATTRIBUTE = "_torch_shard_kind"

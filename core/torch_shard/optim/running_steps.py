@@ -18,8 +18,6 @@ from .failed_steps import explained
 from .optimizer_proxy import OptimizerProxy
 from .registry import kind_of
 
-__all__ = ["UnknownSteps", "attached_step", "steps_on_stack"]
-
 
 def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a ``step`` for an optimizer that torch's hooks don't see.

@@ -11,8 +11,6 @@ from ..layout.dtensor_placement import local_of
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.wrapper_subclasses import Taken, is_wrapper, take
 
-__all__ = ["Sent", "copied", "local", "map_tensors", "tensors_of"]
-
 
 class Sent:
     """The place of a tensor in a description that is sent ahead of it."""

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ..runtime.use import Use
     from ..unit.unit import Unit
 
-__all__ = ["InBackward"]
-
 # Code that reads every gradient after backward, finds none, and would go on without an error.
 _READERS = {
     "torch.nn.utils.clip_grad": "clipping gradients (torch.nn.utils)",

@@ -18,8 +18,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-__all__ = ["Block", "CachingAllocator"]
-
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are multiples of it
 SMALL_SIZE = 1 << 20  # kSmallSize: the largest request of the small pool
 SMALL_BUFFER = 2 << 20  # kSmallBuffer: a segment of the small pool

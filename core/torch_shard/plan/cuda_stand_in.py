@@ -25,8 +25,6 @@ from torch.utils.checkpoint import DefaultDeviceType
 from ..utils.autograd_private import graph_task
 from .storages import Storages
 
-__all__ = ["CudaStandIn"]
-
 _aten = torch.ops.aten
 _cuda: Any = vars(torch)["cuda"]  # asked for nothing: what it would say of this machine is replaced
 

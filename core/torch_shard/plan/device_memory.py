@@ -5,8 +5,6 @@ from __future__ import annotations
 from .caching_allocator import Block, CachingAllocator
 from .step_trace import Allocation, Free, StepTrace
 
-__all__ = ["reserved_by"]
-
 _STREAMS = {"compute": 0, "gather": 1, "reduce": 2}
 
 

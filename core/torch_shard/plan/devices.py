@@ -14,8 +14,6 @@ from typing import Any
 from ..config.checks import check_int
 from ..errors import ConfigError
 
-__all__ = ["DEVICES", "DTYPES", "LINKS", "Device", "Link", "device", "device_called", "link"]
-
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
 """The names of what matrix products are computed in. As in data sheets, tf32 is a mode of computing and no dtype of torch."""
 

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import TraceError
 from .step_trace import Kind
 
-__all__ = ["FakeModel"]
-
 _DICTS = (dict, OrderedDict, defaultdict)
 
 

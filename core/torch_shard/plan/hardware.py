@@ -9,8 +9,6 @@ from ..config.checks import check_int
 from ..errors import ConfigError
 from .devices import DEVICES, LINKS, Device, Link
 
-__all__ = ["OUTSIDE", "Hardware"]
-
 OUTSIDE = 1 << 30
 """Bytes of a device that no tensor takes: the CUDA context, and what NCCL's communicators keep. An assumption."""
 

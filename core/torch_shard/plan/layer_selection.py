@@ -13,8 +13,6 @@ from ..config.checks import chooses
 from ..config.shard_config import Units
 from ..errors import ConfigError
 
-__all__ = ["classes_named", "outermost", "repeated_layers"]
-
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _LISTS = (*_WITHOUT_FORWARD, nn.Sequential)
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Item", "OwnerMaps", "assign", "choose", "loads_of", "work_of"]
-
 _PULL = 0.1  # the weight of a difference in load against the work on parameters that need not be moved
 
 

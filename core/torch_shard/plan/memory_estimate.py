@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..config.param_dtypes import Dtypes
     from .plan import ParamInfo, Plan, UnitPlan
 
-__all__ = ["PredictedBytes", "layout_of", "mib", "predicted_bytes", "shard_numel"]
-
 
 @dataclass(frozen=True)
 class PredictedBytes:

@@ -16,8 +16,6 @@ from ..utils.autograd_private import sequence_number
 from .step_trace import Event, ModuleEnter, ModuleExit
 from .storages import Storage
 
-__all__ = ["ModuleCalls"]
-
 _ACCUMULATES = 1 << 63  # nodes that accumulate have a sequence number above this
 
 

@@ -12,8 +12,6 @@ from ..schedule.kept_inputs import HostCopy, KeptInputs, OnDevice
 from .step_recorder import Recorder
 from .step_trace import CollectiveStart, CollectiveWait, Transfer
 
-__all__ = ["OffloadedInputs"]
-
 
 class OffloadedInputs(KeptInputs["_OnDevice"]):
     """The inputs of all offloaded layers of a model."""

@@ -9,17 +9,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = [
-    "changed_by",
-    "dtype_of",
-    "flops_of",
-    "nbytes_of",
-    "overwrites",
-    "size_hidden_results",
-    "tensors_in",
-    "workspace_of",
-]
-
 _aten = torch.ops.aten
 # The same products as in the kernels of devices, for which torch has the formulas.
 _SAME_FLOPS = {

@@ -8,8 +8,6 @@ from ..config.offload import Offload
 from ..config.offload_text import text_of
 from .search_results import Candidate
 
-__all__ = ["PLACES", "lines_for"]
-
 PLACES = {"lightning": "Lightning", "accelerate": "Accelerate", "yaml": "accelerate launch", "plain": "torch_shard"}
 """What the keys of :func:`lines_for` stand for."""
 

@@ -14,8 +14,6 @@ from .plan import Plan, UnitPlan
 from .roofline import Span, Timeline
 from .step_trace import KINDS, StepTrace
 
-__all__ = ["measured_memory_plot", "memory_plot", "sent_table", "streams_plot", "units_plot", "waits_in", "waits_table"]
-
 _Value = TypeVar("_Value")
 
 _POINTS = 400  # of the plot of memory

@@ -20,8 +20,6 @@ from ..config.offload import Offload
 from ..config.param_dtypes import Dtypes
 from .memory_estimate import PredictedBytes, mib, predicted_bytes, shard_numel
 
-__all__ = ["BufferInfo", "ParamInfo", "Plan", "PredictedBytes", "UnitPlan", "flat_order"]
-
 
 @dataclass(frozen=True)
 class ParamInfo:

@@ -27,8 +27,6 @@ from .step_trace import CollectiveStart
 if TYPE_CHECKING:
     from .search_results import Replay
 
-__all__ = ["ProfiledStep"]
-
 _STEP = "ProfilerStep#"
 _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})

@@ -17,8 +17,6 @@ from .step_trace import (
     PhaseStart,
 )
 
-__all__ = ["Replaced"]
-
 
 class Replaced:
     """What a trace says of the parameters that are sharded.

@@ -12,8 +12,6 @@ from ..schedule.reduction_order import has_too_many, reduction_order
 from .step_trace import Kind
 from .unit_stand_in import FlatStandIn, Log, UnitStandIn
 
-__all__ = ["ReplayedReductions"]
-
 
 @dataclass(eq=False)
 class _Reduction:

@@ -12,8 +12,6 @@ from .paste import PLACES
 from .pictures import memory_plot, sent_table, streams_plot, units_plot, waits_in, waits_table
 from .search_results import Search
 
-__all__ = ["report"]
-
 
 def report(found: Search, title: str, lines: Mapping[str, str]) -> str:
     """Return an HTML page about what a search has found, which needs no network.

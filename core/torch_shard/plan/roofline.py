@@ -21,17 +21,6 @@ from typing import Literal, NamedTuple
 from ..errors import ConfigError
 from .devices import Device, Link
 
-__all__ = [
-    "Collective",
-    "Span",
-    "Stream",
-    "Timeline",
-    "bytes_sent",
-    "collective_seconds",
-    "copy_seconds",
-    "operator_seconds",
-]
-
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 

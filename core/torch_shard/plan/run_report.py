@@ -18,8 +18,6 @@ from .profiled_step import ProfiledStep
 if TYPE_CHECKING:
     from .search_results import Search
 
-__all__ = ["WAITS", "Moment", "run_report"]
-
 _MIB = 1 << 20
 
 

@@ -31,8 +31,6 @@ from .step_trace import StepTrace
 from .trace_for import computing_as
 from .trace_step import explained, tracing
 
-__all__ = ["OnlyEvaluated", "ScriptStep", "real_tensors", "trace_script"]
-
 
 class OnlyEvaluated(TraceError):
     """The script has closed the engine, and had not trained with it."""

@@ -12,8 +12,6 @@ from .plan import Plan
 from .roofline import Timeline
 from .step_trace import Kind, Note, StepTrace
 
-__all__ = ["Candidate", "Estimate", "Replay", "Search"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

@@ -36,8 +36,6 @@ from .step_timeline import timeline_of
 from .step_trace import CollectiveStart, HostUpdate, Kind, Note, StepTrace
 from .trace_for import trace_for
 
-__all__ = ["search", "search_step", "search_with"]
-
 _KEPT: tuple[Kind, ...] = ("activation", "input", "buffer")  # what no strategy changes
 
 

@@ -42,8 +42,6 @@ from .step_trace import (
 )
 from .unit_stand_in import Log, UnitStandIn
 
-__all__ = ["sharded_step"]
-
 _PIECE, _LIST = 1 << 17, 1 << 24  # elements that an optimizer steps on at a time: on the CPU, on a device
 
 

@@ -53,8 +53,6 @@ from .step_trace import (
 from .storages import Segment, Storage, Storages
 from .user_lines import INSIDE, Failure, line_of
 
-__all__ = ["Recorder"]
-
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 # They take real tensors on purpose: FakeTensorMode remembers the values of small constants.

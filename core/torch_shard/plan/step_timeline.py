@@ -11,8 +11,6 @@ from .devices import Device, Link
 from .roofline import Span, Timeline, bytes_sent, collective_seconds, copy_seconds, operator_seconds
 from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, StepTrace
 
-__all__ = ["STREAMS", "timeline_of"]
-
 STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
 """The streams on which collectives run."""
 _BY_CORES = 0.5

@@ -12,31 +12,6 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-__all__ = [
-    "KINDS",
-    "Allocation",
-    "CollectiveStart",
-    "CollectiveWait",
-    "Event",
-    "FirstUse",
-    "Free",
-    "GradientAccumulated",
-    "GradientsCleared",
-    "HostUpdate",
-    "Kind",
-    "ModuleEnter",
-    "ModuleExit",
-    "NestedBackward",
-    "Note",
-    "Operator",
-    "Peak",
-    "Phase",
-    "PhaseStart",
-    "StepTrace",
-    "Stream",
-    "Transfer",
-]
-
 Kind: TypeAlias = Literal[
     "parameter", "gradient", "optimizer state", "buffer", "input", "gathered", "reduction", "activation", "temporary"
 ]

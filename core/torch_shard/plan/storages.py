@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .step_trace import Event, Free, Kind, Phase
 
-__all__ = ["Segment", "Storage", "Storages"]
-
 
 @dataclass(eq=False)
 class Storage:

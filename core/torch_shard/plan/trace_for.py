@@ -22,8 +22,6 @@ from .plan import Plan
 from .step_trace import StepTrace
 from .trace_step import trace_step
 
-__all__ = ["computing_as", "trace_for"]
-
 
 def trace_for(
     model: nn.Module,

@@ -21,8 +21,6 @@ from .step_recorder import Recorder
 from .step_trace import StepTrace
 from .user_lines import Failure, line_of
 
-__all__ = ["explained", "trace_step", "tracing"]
-
 
 def trace_step(
     model: nn.Module,

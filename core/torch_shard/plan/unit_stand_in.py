@@ -16,8 +16,6 @@ from .memory_estimate import layout_of
 from .plan import ParamInfo, UnitPlan
 from .step_trace import Allocation, CollectiveStart, CollectiveWait, Event, Free, Kind, Stream, Transfer
 
-__all__ = ["FlatStandIn", "Log", "UnitStandIn"]
-
 
 class Log:
     """The events of a replay. Buffers of reductions are used again as those of ``Collectives`` are.

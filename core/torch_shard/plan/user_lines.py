@@ -8,8 +8,6 @@ from types import FrameType, TracebackType
 
 import torch
 
-__all__ = ["INSIDE", "Failure", "line_of"]
-
 INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """The folders of torch and of this package."""
 

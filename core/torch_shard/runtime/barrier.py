@@ -6,8 +6,6 @@ from ..comm.consensus import agree
 from ..utils.autograd_private import graph_task
 from .runtime import Runtime
 
-__all__ = ["wait_for_all"]
-
 
 def wait_for_all(runtime: Runtime, seconds: float, what: str) -> None:
     """Wait until all ranks have reached `what`. Collective.

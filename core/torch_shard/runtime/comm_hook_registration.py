@@ -12,8 +12,6 @@ from ..errors import ConfigError, UnitStateError
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["register"]
-
 
 def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
     """Register `hook`, as :meth:`torch_shard.Engine.register_comm_hook` says. Collective."""

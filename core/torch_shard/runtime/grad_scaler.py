@@ -16,8 +16,6 @@ import torch
 
 from ..utils.pytree import tensors_in
 
-__all__ = ["follow", "is_running"]
-
 
 class _Task:
     """A mark for one backward, to which autograd's graph task alone refers."""

@@ -13,8 +13,6 @@ from torch.nn.modules import module
 
 from ..utils.thread_frames import frames_of_threads
 
-__all__ = ["ended", "forward_frame"]
-
 
 def forward_frame() -> FrameType | None:
     """Return the frame of the ``Module.__call__`` that runs the calling hook; None where the compiler has left no frame."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading
     from .runtime import Runtime
 
-__all__ = ["LoneReads"]
-
 
 class LoneReads:
     """The lone reads of one model.

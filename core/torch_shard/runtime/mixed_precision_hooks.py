@@ -18,8 +18,6 @@ from ..utils.pytree import map_tensors, replace, tensors_in
 if TYPE_CHECKING:
     from ..unit.unit import Unit
 
-__all__ = ["HOOKS", "cast", "cast_outputs", "cast_root_outputs", "moved", "register"]
-
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with its floating-point tensors in `dtype`; a container in which something changes is copied.

@@ -13,8 +13,6 @@ from ..unit.shard_reads import read_state
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["OptimizerStates"]
-
 
 class OptimizerStates:
     """The state of the optimizers that hold a model's parameters, as this rank reads it from the other ranks."""

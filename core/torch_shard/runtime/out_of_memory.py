@@ -23,8 +23,6 @@ from . import registry, statistics
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["OPTIMIZER_STEP", "explain"]
-
 OPTIMIZER_STEP = "optimizer's step"
 
 # How torch's allocator for CPUs begins its RuntimeError, and what all of them ask for.

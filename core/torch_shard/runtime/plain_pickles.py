@@ -21,8 +21,6 @@ from ..errors import ShardPicklingError
 from .forward_hooks import is_own_hook
 from .registry import ATTRIBUTE
 
-__all__ = ["follow"]
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
 # What an nn.Module knows of some hooks, under the hooks' keys.
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")

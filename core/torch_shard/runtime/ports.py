@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from ..unit.unit import Unit
     from .use import Use
 
-__all__ = ["StepInBackward"]
-
 
 class StepInBackward(Protocol):
     """An optimizer that steps each unit during backward, as soon as its gradients are reduced."""

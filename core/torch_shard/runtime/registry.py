@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from ..unit.unit import Unit
     from .runtime import Runtime
 
-__all__ = [
-    "ATTRIBUTE",
-    "engine_for",
-    "engine_for_runtime",
-    "engine_holding",
-    "engine_of",
-    "forget",
-    "note",
-    "note_runtime",
-    "runtime_of",
-]
-
 ATTRIBUTE = "_torch_shard_engine"
 """The attribute of a sharded module that holds its engine."""
 # The engine of each runtime; neither is kept alive.

@@ -18,8 +18,6 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.served_shard import ServedShard
 
-__all__ = ["ServedShards"]
-
 
 class ServedShards:
     """The shards of a model that this rank has (:class:`~torch_shard.comm.ports.ShardSource`).

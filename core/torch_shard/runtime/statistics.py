@@ -13,8 +13,6 @@ from ..shard_tensor.unsharded_param import own_grad
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-__all__ = ["gradient_bytes", "optimizer_bytes", "own_bytes", "parameter_bytes", "statistics", "time_waiting"]
-
 
 def statistics(runtime: Runtime) -> Statistics:
     """Return the statistics up to now. Not collective."""

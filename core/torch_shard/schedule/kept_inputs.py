@@ -19,8 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..utils.autograd_private import graph_task, saved_tensors_hooks
 
-__all__ = ["HostCopy", "KeptInputs", "OnDevice", "checkpoint_keeping"]
-
 
 class OnDevice(ABC):
     """A tensor on the device, which a copy may be reading (to the host) or writing (from the host)."""

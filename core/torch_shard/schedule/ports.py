@@ -7,8 +7,6 @@ from typing import Any, Protocol, TypeVar
 
 from .unit_state import State
 
-__all__ = ["LoneReadsPort", "OperationsPort", "ScheduledUnit", "ScheduledUse", "UnitT"]
-
 
 class ScheduledUse(Protocol):
     """A forward of a unit, which :class:`torch_shard.runtime.use.Use` describes."""

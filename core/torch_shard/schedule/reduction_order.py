@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
-__all__ = ["IN_FLIGHT_ON_STREAMS", "has_too_many", "reduction_order"]
-
 # How many reductions may be in flight before backward pauses for the oldest. Each reduction holds its unit's gradients and, over
 # Gloo, a buffer of the same size for the values received. The pause is short: a rank that leaves a parameter unused issues its
 # reductions only at the end of backward, and until then it may need a gather from this rank. On a GPU one more reduction is

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["State"]
-
 
 class State(enum.Enum):
     SHARDED = "sharded"

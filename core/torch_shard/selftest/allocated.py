@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from .devices import peak_memory, reset_peak_memory
 
-__all__ = ["held", "held_by_tensors", "peak_of", "tensors_here"]
-
 
 def tensors_here() -> list[torch.Tensor]:
     """Return the tensors of this process whose memory is on the CPU."""

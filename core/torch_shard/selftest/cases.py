@@ -8,8 +8,6 @@ from .memory import memory_cases
 from .results import PARTS
 from .speed import offload_cases, speed_cases
 
-__all__ = ["cases_of"]
-
 
 def cases_of(part: str, setting: Setting) -> list[Case]:
     """Return the cases of a part, those that are skipped included. Not collective."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from .ranks import Ranks
 from .results import Result
 
-__all__ = ["EXIT", "JOB", "NOTES", "Case", "Context", "Setting"]
-
 # Files in the folder that a launch has of its own: what is to be done, each rank's notes, and how the ranks have ended.
 JOB, NOTES, EXIT = "job.json", "notes", "exit.txt"
 

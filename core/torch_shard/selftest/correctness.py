@@ -23,8 +23,6 @@ from .plain import Recipe, Trained, distance, optimizer_of, train_plainly
 from .ranks import PATIENCE
 from .results import NO_BF16, Result, skipped, within
 
-__all__ = ["correctness_cases", "stream_cases"]
-
 PRECISIONS = {
     "fp32": None,
     "bf16 reduced in fp32": Precision(torch.bfloat16, torch.float32),

@@ -12,19 +12,6 @@ import torch
 
 from ..versions import __version__
 
-__all__ = [
-    "count",
-    "environment",
-    "has_bf16",
-    "make_current",
-    "name_of",
-    "peak_flops",
-    "peak_memory",
-    "reset_peak_memory",
-    "stall",
-    "total_memory",
-]
-
 # Dense bf16 with fp32 accumulation, in TFLOP/s, as the makers' data sheets have it. The first entry that a name contains counts.
 _PEAK_TFLOPS = (
     ("B200", 2250.0),

@@ -10,8 +10,6 @@ from pathlib import Path
 from ..errors import ConfigError, UnavailableError
 from .devices import count
 
-__all__ = ["run_gpu_tests"]
-
 
 def run_gpu_tests() -> int:
     """Run ``tests/gpu`` of the checkout that the current folder is in.

@@ -14,8 +14,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .context import EXIT
 
-__all__ = ["main"]
-
 
 def main(folder: Path, ranks: int) -> int:
     """Run the worker on all ranks, and return the exit code: 0, or 1 after a rank has failed."""

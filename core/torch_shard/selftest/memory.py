@@ -21,8 +21,6 @@ from .model import Block, Size, batch, make, mean_loss
 from .ranks import PATIENCE
 from .results import NO_BF16, Result, at_most, skipped, within
 
-__all__ = ["memory_cases"]
-
 STEPS = 3  # the first makes the optimizer's state, the second learns the order of gathers
 TRIES = 3  # of the peak; on the CPU what the threads of Gloo free is not seen, which only makes it seem higher
 SLACK = 1.05  # of the predicted peak: the margin of a plan

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["SMALL", "Block", "Decoder", "Size", "batch", "make", "mean_loss"]
-
 
 @dataclass(frozen=True)
 class Size:

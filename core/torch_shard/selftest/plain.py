@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from .model import SMALL, batch, make, mean_loss
 
-__all__ = ["Recipe", "Trained", "distance", "optimizer_of", "train_plainly"]
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -10,8 +10,6 @@ from typing import Any
 from ..utils.svg import TEXT, has_plots, svg
 from .results import Result
 
-__all__ = ["plots_of"]
-
 _BLUE, _GREY = "#3b82c4", "#8a94a0"  # readable on light and on dark
 
 

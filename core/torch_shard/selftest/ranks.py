@@ -14,8 +14,6 @@ from torch.distributed.rendezvous import rendezvous
 from ..comm.streams import streams_of
 from .devices import count, make_current
 
-__all__ = ["PATIENCE", "Ranks"]
-
 PATIENCE = 120.0
 """The seconds that a rank waits for another one in the engine, which waits longer for a first step on a GPU."""
 _GROUP_PATIENCE = 600.0

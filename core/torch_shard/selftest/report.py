@@ -23,8 +23,6 @@ from .context import Setting
 from .plots import plots_of
 from .results import PARTS, Result
 
-__all__ = ["Report"]
-
 _WHAT_TO_DO = {
     "correctness": "Don't train with this combination. Please report it, with the report attached.",
     "streams": "Results on this device may be wrong at times. Please report it, with the report attached.",

@@ -11,8 +11,6 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["NO_BF16", "PARTS", "Result", "at_most", "error_text", "scrubbed", "skipped", "within"]
-
 PARTS = ("correctness", "streams", "memory", "speed", "offload")
 """The parts of a self-test, in the order in which they run."""
 

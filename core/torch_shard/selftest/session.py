@@ -26,8 +26,6 @@ from .cases import cases_of
 from .context import EXIT, JOB, NOTES, Case, Setting
 from .results import PARTS, Result, skipped
 
-__all__ = ["Session", "checked_parts", "checked_setting"]
-
 ATTEMPTS = 4  # launches of a part that end with an error before the cases that are left are given up
 _GRACE = 45.0  # seconds that torch's launcher gets to end the ranks, which takes it 30 at most
 

@@ -29,8 +29,6 @@ from .model import Decoder, Size, batch, make, mean_loss
 from .ranks import PATIENCE, Ranks
 from .results import Result, within
 
-__all__ = ["offload_cases", "speed_cases"]
-
 OURS = "torch_shard"
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative, where the timed turns begin
 

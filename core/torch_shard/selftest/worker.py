@@ -21,8 +21,6 @@ from .devices import environment, name_of
 from .ranks import Ranks
 from .results import error_text
 
-__all__ = ["main"]
-
 
 def main(folder: Path) -> None:
     """Run the job's cases until one raises on any rank; then end, since the ranks no longer agree on what comes next."""

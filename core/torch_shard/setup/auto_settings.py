@@ -30,8 +30,6 @@ from ..offload.memory_limits import available
 from ..plan.devices import device_called
 from ..plan.memory_estimate import mib
 
-__all__ = ["PLANNING", "Chosen", "choose_settings"]
-
 PLANNING = "TORCH_SHARD_PLANNING"
 """The variable of the environment that is set where a script is planned."""
 

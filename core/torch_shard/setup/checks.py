@@ -20,8 +20,6 @@ from ..unit.module_params import held_by
 from .lazy_param import Waiting
 from .lazy_values import described
 
-__all__ = ["SETUP", "agree", "by_name_of", "check_model", "fail_together"]
-
 _PARAMETER_TYPES = (nn.Parameter, torch.Tensor, Waiting)
 
 

@@ -21,8 +21,6 @@ from ..unit.unit import Unit
 from .shared import Group, Setup
 from .undo import Swapped
 
-__all__ = ["empty_flat", "flatten", "groups_of", "swap_in"]
-
 
 def groups_of(unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]) -> list[Group]:
     """Return the groups of a unit's parameters that share a flat buffer, with their layouts.

@@ -18,8 +18,6 @@ from torch import nn
 
 from ..errors import SetupError, ShardPicklingError
 
-__all__ = ["Deferred", "Waiting", "attributes_of", "defer", "deferred_of", "forget", "has_lost_values", "is_altered"]
-
 _ATTRIBUTE = "_shard_deferred"
 
 _T: Any = torch.Tensor

@@ -22,8 +22,6 @@ from .lazy_values import Filler
 from .meta_init import Materialiser
 from .undo import Undo
 
-__all__ = ["Group", "Setup"]
-
 Group = tuple[list[ParamInfo], FlatLayout]
 """Parameters of one unit that are flattened together, and how."""
 

@@ -25,8 +25,6 @@ from ..shard_tensor.unsharded_param import set_own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_flat
 
-__all__ = ["Swapped", "Undo"]
-
 
 @dataclass(eq=False)
 class Swapped:

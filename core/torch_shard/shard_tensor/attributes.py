@@ -13,8 +13,6 @@ from .dispatch import alias
 from .spec import same_cut, shard_of_full
 from .tensor import ShardTensor
 
-__all__ = ["HANDLERS", "as_gradient", "get_data", "gradient_holder", "set_data"]
-
 _T: Any = torch.Tensor
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 

@@ -14,14 +14,6 @@ from .reductions import full_reduction
 from .spec import ShardSpec, gather_error
 from .tensor import ShardTensor
 
-__all__ = [
-    "GatherFull",
-    "ShardedGradient",
-    "autograd_grad",
-    "reduces_to_scalar",
-    "shared_gradient",
-]
-
 
 def reduces_to_scalar(name: str, args: Any, kwargs: Any, tensors: list[Any]) -> bool:
     """Return True if a reduction, called as a torch function, leaves a single value."""

@@ -19,8 +19,6 @@ from .full_tensor import full_tensors
 from .function_call import FunctionCall
 from .spec import gather_error
 
-__all__ = ["COLLECTIVES"]
-
 _KEPT = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced broadcast gather
 gather_single

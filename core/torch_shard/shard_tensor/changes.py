@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..comm.one_sided.partners import ShardPart
     from ..comm.one_sided.versions import Versions
 
-__all__ = ["Origin", "StateOf", "changing", "has_values_of", "is_current_copy", "remember"]
-
 _NOTHING = contextlib.nullcontext()
 
 

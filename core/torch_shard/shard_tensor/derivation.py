@@ -24,18 +24,6 @@ from .tensor import ShardTensor
 if TYPE_CHECKING:
     from .ports import UnitPort
 
-__all__ = [
-    "Derivation",
-    "full_for_file",
-    "full_tensor",
-    "full_values",
-    "fulls",
-    "note",
-    "on_full_values",
-    "reading",
-    "unit_of_origin",
-]
-
 Read = Callable[[ShardTensor], torch.Tensor]
 
 # A derivation keeps its operands alive. One of many tensors, each computed from the one before, is not kept.

@@ -19,8 +19,6 @@ from .spec import ShardSpec, broadcast_shard, gather_error, same_cut, shard_of_f
 from .tensor import ShardTensor
 from .views import VIEWS, following, view
 
-__all__ = ["ELEMENTWISE", "FOREACH", "FUSED", "NEW_TENSORS", "RANDOM", "alias", "dispatch"]
-
 _UNARY = """
 abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj_physical cos cosh deg2rad
 digamma elu erf erfc erfinv exp exp2 expm1 fix floor frac gelu hardsigmoid hardswish hardtanh i0

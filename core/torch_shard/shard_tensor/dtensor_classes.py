@@ -24,8 +24,6 @@ from ..layout.dtensor_placement import Placed, is_dtensor
 from .tensor import ShardTensor
 from .unsharded_param import InBuffer
 
-__all__ = ["gathered_parameter", "shard_class", "unsharded_parameter"]
-
 
 @functools.cache
 def shard_class() -> type[ShardTensor]:

@@ -23,8 +23,6 @@ from .spec import ShardSpec, boxes_in, gather_error
 from .tensor import ShardTensor
 from .views import stands_alone
 
-__all__ = ["full_tensors", "on_copies", "to_gather"]
-
 
 def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     """Return each tensor unsharded: plain, with the original shape and strides, without gradient. Collective.

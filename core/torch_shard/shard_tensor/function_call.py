@@ -12,8 +12,6 @@ from ..utils.pytree import replace
 from .function_sets import IN_PLACE_OPERATORS
 from .tensor import ShardTensor
 
-__all__ = ["FunctionCall", "name_of", "recipe_of"]
-
 
 def name_of(func: Any) -> str:
     """Return a torch function's name, such as ``add_``; of a property ``__get__:data``."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..offload.pending_writes import PendingWrites
 
-__all__ = ["flat_of", "pending_writes_of", "shard_of"]
-
 
 def flat_of(tensor: Any) -> Any:
     """Return the flat tensor, if any, that the shard of a sharded tensor is a part of. Wait for nothing."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .function_call import FunctionCall
     from .tensor import ShardTensor
 
-__all__ = ["OnDemandPort", "OptimizerStatesPort", "RuntimePort", "UnitPort"]
-
 
 class UnitPort(Protocol):
     """The part of a unit that its parameters use."""

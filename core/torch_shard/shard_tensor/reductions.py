@@ -16,8 +16,6 @@ from ..comm.streams import current_streams
 from .spec import ShardSpec, gather_error, same_cut, shard_of_full
 from .tensor import ShardTensor
 
-__all__ = ["REDUCTIONS", "foreach_norm", "full_reduction", "unscale_and_check"]
-
 
 def _total(local: torch.Tensor, spec: ShardSpec, func: Any) -> torch.Tensor:
     """Return the sum of `local` over the ranks, in its shape and dtype. Collective."""

@@ -17,16 +17,6 @@ from ..layout.tensor_part import TensorPart
 from ..utils.pytree import tensors_in
 from .state import STATE
 
-__all__ = [
-    "ShardSpec",
-    "boxes_in",
-    "broadcast_shard",
-    "gather_error",
-    "same_cut",
-    "shard_of_full",
-    "shard_of_part",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .derivation import Derivation
     from .spec import ShardSpec
 
-__all__ = ["OWN_ATTRIBUTES", "STATE", "ShardState", "has_user_attributes", "is_unreduced"]
-
 STATE = "_shard_state"
 """The attribute of a ShardTensor that holds its :class:`ShardState`."""
 OWN_ATTRIBUTES = frozenset({STATE, "_is_param", "_place", "data_taken"})

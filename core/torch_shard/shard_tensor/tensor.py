@@ -25,8 +25,6 @@ from .unsharded_param import own_grad, set_own_grad
 if TYPE_CHECKING:
     from .ports import UnitPort
 
-__all__ = ["ShardTensor"]
-
 
 class ShardTensor(torch.Tensor):
     """One rank's shard of a tensor, with the shape of the full tensor.

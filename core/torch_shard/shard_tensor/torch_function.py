@@ -56,8 +56,6 @@ from .spec import gather_error, same_cut
 from .tensor import ShardTensor
 from .unsharded_param import recorded_edit
 
-__all__ = ["call", "computed_in", "computed_on"]
-
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 

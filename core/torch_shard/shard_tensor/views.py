@@ -18,8 +18,6 @@ from .host_memory import pending_writes_of
 from .spec import ShardSpec, gather_error
 from .tensor import ShardTensor
 
-__all__ = ["VIEWS", "following", "stands_alone", "view"]
-
 _NAMES = """
 view _unsafe_view _reshape_alias as_strided expand select slice t transpose permute unsqueeze squeeze unbind split
 split_with_sizes

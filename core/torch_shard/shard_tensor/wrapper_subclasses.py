@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..layout.dtensor_placement import is_dtensor
 from .tensor import ShardTensor
 
-__all__ = ["Taken", "is_wrapper", "take"]
-
 
 def is_wrapper(value: Any) -> bool:
     """Return True if `value` is a full tensor that holds others."""

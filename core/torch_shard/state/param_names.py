@@ -13,8 +13,6 @@ from ..runtime.runtime import Runtime
 from ..unit.unit import Unit
 from ..utils.patterns import without_wrappers
 
-__all__ = ["named_params", "names_by_group", "names_by_id", "names_of"]
-
 
 def named_params(units: Iterable[Unit], model: nn.Module | None) -> dict[str, Any]:
     """Return a model's parameters by the names that state dicts and checkpoints have for them. Not collective.

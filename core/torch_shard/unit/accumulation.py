@@ -18,8 +18,6 @@ from ..errors import ShardError
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """The gradients of some parameters, by index, as the last backward of an accumulation has left them."""

@@ -15,8 +15,6 @@ from .held_gradients import is_unshared
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
 
-__all__ = ["average_past_unit", "take_grad"]
-
 
 def take_grad(
     flat_ref: weakref.ref[FlatBuffer], index: int, grads: tuple[torch.Tensor | None, ...]

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["HeldGradients", "is_unshared", "least_references"]
-
 # The most elements of padding that are set to zero by copying zeros along with the gradients, not by a kernel of its own.
 _SHORT = 1 << 14
 

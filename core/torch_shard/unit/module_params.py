@@ -12,8 +12,6 @@ from torch import nn
 from ..shard_tensor.state import OWN_ATTRIBUTES
 from ..shard_tensor.tensor import ShardTensor
 
-__all__ = ["adopt", "copy_attributes", "held_by", "rebuild_flat_weights"]
-
 
 def adopt(param: Any, original: Any) -> None:
     """Make `param` an nn.Parameter with the Python attributes and requires_grad of `original`."""

@@ -17,8 +17,6 @@ from .module_params import copy_attributes, rebuild_flat_weights
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
 
-__all__ = ["Places"]
-
 
 class Places(list[tuple[nn.Module, str, "FlatBuffer", int]]):
     """Every attribute that holds a parameter of the unit: module, attribute, flat buffer, and the parameter's index there."""

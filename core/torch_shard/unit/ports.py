@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
     from .unit import Unit
 
-__all__ = ["RuntimePort"]
-
 
 class RuntimePort(ports.RuntimePort, Protocol):
     """The part of a runtime that its units use."""

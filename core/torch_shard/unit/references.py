@@ -14,8 +14,6 @@ from ..utils.pytree import may_hold_tensors, tensors_in
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["KeptTensors", "references_to"]
-
 _HOLDERS = frozenset({torch.Tensor, list, tuple, dict})
 _MODULES_OWN = frozenset(nn.Module().__dict__)
 

@@ -10,8 +10,6 @@ from ..comm.one_sided.partners import ShardPart
 from ..numerics.block_quantizer import BlockQuantizer
 from ..offload.pending_writes import PendingWrites
 
-__all__ = ["ServedShard"]
-
 
 @dataclass(frozen=True)
 class ServedShard:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..comm.one_sided.partners import Reading
     from .flat_buffer import FlatBuffer
 
-__all__ = ["fill", "put_own_values", "read_parameter", "read_state"]
-
 
 def fill(flat: FlatBuffer, full: torch.Tensor, reading: Reading, form: Literal["stored", "sent"]) -> None:
     """Fill `full`, 1-D with one slot a rank, with the ranks' shards in this form."""

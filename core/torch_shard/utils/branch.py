@@ -15,8 +15,6 @@ import torch
 
 from ..errors import ShardError
 
-__all__ = ["Branch", "branch"]
-
 
 class Branch:
     """What a branch is to itself: the end at which it tells its result."""

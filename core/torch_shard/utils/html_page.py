@@ -9,8 +9,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["check_path", "page", "row", "table"]
-
 
 def page(title: str, body: str) -> str:
     """Return a page with a heading. `body` is HTML: classes ``passed``, ``failed`` and ``skipped`` have colours."""

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..log import logger
 
-__all__ = ["without_cache"]
-
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 

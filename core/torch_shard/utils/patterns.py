@@ -11,8 +11,6 @@ from torch import nn
 
 from ..errors import ConfigError
 
-__all__ = ["MOST_NAMES", "check_pattern", "every_name", "matches", "without_wrappers"]
-
 MOST_NAMES = 1000
 """The number of names that are considered of a module which is registered in many places."""
 

@@ -10,8 +10,6 @@ from urllib.parse import quote, unquote
 import torch
 from torch.autograd.profiler import record_function
 
-__all__ = ["profiling", "started", "unit_in", "waiting"]
-
 # True while a profiler records. No public accessor exists (torch 2.13; there since 1.8).
 profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 

@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TEXT", "WITHOUT_PLOTS", "has_plots", "legend_beside", "svg"]
-
 TEXT = "#010203"
 """Stands for the colour of the page's text, which only the browser knows."""
 

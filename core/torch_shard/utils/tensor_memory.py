@@ -6,8 +6,6 @@ from collections.abc import Hashable
 
 import torch
 
-__all__ = ["memory_key"]
-
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
     """Return a key that is equal for dense tensors that are the same values in the same memory, as long as both live."""

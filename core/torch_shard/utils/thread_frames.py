@@ -7,8 +7,6 @@ import sys
 import threading
 from types import FrameType
 
-__all__ = ["frames_of_threads"]
-
 _lock = threading.RLock()  # a signal handler may ask, too
 
 

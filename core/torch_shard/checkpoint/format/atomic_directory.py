@@ -34,21 +34,6 @@ from .fileio import make_durable
 from .manifest import MANIFEST, read_manifest
 from .safetensors import INDEX, SINGLE, WEIGHTS
 
-__all__ = [
-    "Saving",
-    "check_shared",
-    "commit",
-    "exchange",
-    "find",
-    "hidden",
-    "pattern",
-    "prune",
-    "remove",
-    "swap",
-    "target_of",
-    "tidy",
-]
-
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|previous)-[0-9a-f]{16}")
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _AT_FDCWD = -100

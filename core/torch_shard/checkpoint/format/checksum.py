@@ -14,8 +14,6 @@ import sys
 
 import torch
 
-__all__ = ["SMALLEST", "block_sum"]
-
 SMALLEST = 1 << 16
 """Bytes from which on a block has such a sum; a CRC-32 of less is as fast as the calls here."""
 

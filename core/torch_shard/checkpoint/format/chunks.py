@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-__all__ = ["covers"]
-
 
 def covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return True if each element of a tensor of this shape lies in exactly one chunk."""

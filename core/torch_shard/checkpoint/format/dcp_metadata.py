@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import CheckpointError
 
-__all__ = ["METADATA", "StorageInfo", "load_metadata"]
-
 METADATA = ".metadata"
 """Name of the file in which DCP keeps its metadata."""
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from ...errors import CheckpointError
 
-__all__ = ["damaged", "first_line", "make_durable", "naming", "some", "write_durable"]
-
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:

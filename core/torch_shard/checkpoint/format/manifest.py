@@ -35,20 +35,6 @@ import torch
 from ...errors import CheckpointError
 from ...versions import __version__
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "SAVE_ID",
-    "VERSION",
-    "FileRecord",
-    "ItemRecord",
-    "Manifest",
-    "dtype_name",
-    "parameter_row",
-    "read_manifest",
-    "versions_of",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = "torch-shard checkpoint"
 VERSION = 1

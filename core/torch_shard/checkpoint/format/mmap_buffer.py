@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["blocks_of", "buffer", "bytes_of", "copied", "row_major"]
-
 _BLOCK = 4 << 20  # bytes that are read twice, for a checksum and to write them, while they are in the cache
 _LARGE = 128 << 10  # bytes; smaller blocks have a place of their own in the C library
 

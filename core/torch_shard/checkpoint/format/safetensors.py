@@ -26,8 +26,6 @@ from ...errors import CheckpointError, ConfigError, UnavailableError
 from .fileio import make_durable, write_durable
 from .mmap_buffer import copied
 
-__all__ = ["INDEX", "SINGLE", "WEIGHTS", "SafetensorsWriter", "library", "not_held", "size_of"]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 

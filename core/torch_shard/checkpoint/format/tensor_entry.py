@@ -14,8 +14,6 @@ import functools
 
 import torch
 
-__all__ = ["ALIGNMENT", "surroundings"]
-
 ALIGNMENT = 64
 """Bytes: where an entry begins at a multiple of it, its values do, too."""
 

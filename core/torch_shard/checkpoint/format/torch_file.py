@@ -29,16 +29,6 @@ from .fileio import first_line, naming
 from .mmap_buffer import blocks_of, row_major
 from .tensor_entry import ALIGNMENT
 
-__all__ = [
-    "Slot",
-    "TorchFileWriter",
-    "check_loadable",
-    "not_loadable",
-    "not_trusted",
-    "refused",
-    "verify_torch_file",
-]
-
 _BLOCK = 1 << 20  # bytes that are read at once
 _REASON = "WeightsUnpickler error:"  # torch writes its reason behind it, between two pieces of advice
 _LARGE = 1 << 30  # bytes of values from which on a member's header has a field for sizes of 64 bits

@@ -28,8 +28,6 @@ from ..sharded.entries import EXTRA, OPTIMIZER, Optimizers, optimizers_of
 from ..sharded.entry_tree import MODEL_KEYS, OPTIMIZER_KEYS, unwrapped
 from .open_files import FullFile, open_full, refuse_damaged
 
-__all__ = ["FullLoad", "by_name", "converted", "load_full", "named_values"]
-
 
 def load_full(
     engine: EnginePort,

@@ -26,8 +26,6 @@ from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
 from ..format.torch_file import not_trusted, verify_torch_file
 
-__all__ = ["FullFile", "format_of", "is_full", "open_full", "refuse_damaged"]
-
 _ENDS = 64 << 10  # bytes at each end of a file whose checksum tells it from other files
 
 

@@ -29,8 +29,6 @@ from ..format.manifest import MANIFEST
 from ..format.safetensors import WEIGHTS, SafetensorsWriter
 from ..format.torch_file import TorchFileWriter
 
-__all__ = ["Output", "beside", "safetensors_output", "torch_output"]
-
 _OTHER_WEIGHTS = re.compile(r"pytorch_model.*\.bin(\.index\.json)?|tf_model.*\.h5|flax_model.*\.msgpack")
 """Names of weights that are not safetensors, of which a directory should not have both."""
 

@@ -25,8 +25,6 @@ from .output import Output, safetensors_output, torch_output
 from .stream import ModelStream, OptimizerStream
 from .tied_weights import chosen_names
 
-__all__ = ["save_full"]
-
 
 def save_full(
     engine: EnginePort,

@@ -24,8 +24,6 @@ from ...state.param_names import names_of
 from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
 
-__all__ = ["ModelStream", "OptimizerStream", "Put"]
-
 Put = Callable[[Callable[[], Iterable[tuple[Slot, torch.Tensor]]]], None]
 """A collective function that calls its argument on rank 0, and writes the full tensors that this gives, one by one."""
 

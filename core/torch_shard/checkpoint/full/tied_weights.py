@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-__all__ = ["chosen_names"]
-
 
 def chosen_names(model: nn.Module, groups: Iterable[Sequence[str]]) -> list[str]:
     """Return, for each group of names of one tensor, the name that is kept. Not collective.

@@ -10,8 +10,6 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...log import logger
 
-__all__ = ["PendingSave"]
-
 
 class PendingSave:
     """The object that ``engine.save(..., asynchronous=True)`` returns. Its methods are not collective.

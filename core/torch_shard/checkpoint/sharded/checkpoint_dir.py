@@ -25,8 +25,6 @@ from ..format.manifest import MANIFEST, SAVE_ID, Manifest, read_manifest
 from ..format.torch_file import not_trusted
 from .reader import CheckedFile, read_items
 
-__all__ = ["Checkpoint"]
-
 Unpickle = Callable[[str, IO[bytes]], Any]
 
 

@@ -30,20 +30,6 @@ from ...state.optimizer_state import OTHER, groups_by_name, is_number
 from ...state.param_names import named_params
 from ..ports import EnginePort
 
-__all__ = [
-    "EXTRA",
-    "EXTRA_SHARDS",
-    "MODEL",
-    "MODELS",
-    "OPTIMIZER",
-    "Optimizers",
-    "Source",
-    "optimizer_state",
-    "optimizers_of",
-    "param_names",
-    "sources_of",
-]
-
 MODEL, MODELS, OPTIMIZER, EXTRA, EXTRA_SHARDS = "model", "models", "optimizer", "extra", "sliced"
 
 

@@ -21,28 +21,6 @@ from ...utils.patterns import without_wrappers
 from .checkpoint_dir import Checkpoint
 from .entries import MODEL, MODELS, OPTIMIZER
 
-__all__ = [
-    "MODEL_KEYS",
-    "OPTIMIZER_KEYS",
-    "WRAPPERS",
-    "SavedOptimizer",
-    "Stored",
-    "StoredObject",
-    "is_optimizer",
-    "leaves",
-    "map_leaves",
-    "model_at",
-    "model_key",
-    "new_tensor",
-    "on_meta",
-    "optimizer_at",
-    "optimizer_of",
-    "place",
-    "split_name",
-    "tree_of",
-    "unwrapped",
-]
-
 WRAPPERS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.")
 """Prefixes that DDP and torch.compile give to the names of a module's entries."""
 

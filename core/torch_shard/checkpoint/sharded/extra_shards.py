@@ -15,8 +15,6 @@ from typing import Any
 from ...shard_tensor.tensor import ShardTensor
 from ...utils.patterns import without_wrappers
 
-__all__ = ["joined", "map_shards", "split"]
-
 _KEY = "torch_shard.sliced"
 
 

@@ -14,8 +14,6 @@ from ...comm.streams import streams_of
 from ...offload.pinned import can_pin
 from ...utils.tensor_memory import memory_key
 
-__all__ = ["SnapshotMemory"]
-
 _BLOCK = 64 << 20  # bytes of one allocation; a power of two, since torch rounds pinned ones up to that
 _ALIGNMENT = 64
 

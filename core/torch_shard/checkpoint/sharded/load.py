@@ -32,8 +32,6 @@ from .entry_tree import Stored, StoredObject, leaves, new_tensor, on_meta, tree_
 from .load_optimizer import OptimizerLoad
 from .saved_model import SavedModel
 
-__all__ = ["load", "load_contents"]
-
 
 @uncollected()
 def load(

@@ -21,8 +21,6 @@ from .checkpoint_dir import Checkpoint
 from .entries import Source, param_names
 from .entry_tree import SavedOptimizer, Stored, StoredObject, leaves, map_leaves, new_tensor, on_meta, optimizer_at
 
-__all__ = ["OptimizerLoad"]
-
 
 class OptimizerLoad:
     """One optimizer's share of a checkpoint.

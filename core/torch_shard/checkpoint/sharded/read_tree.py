@@ -31,8 +31,6 @@ from .entry_tree import (
 )
 from .saved_model import SavedModel
 
-__all__ = ["Contents", "read_contents"]
-
 
 @dataclass
 class Contents:

@@ -27,8 +27,6 @@ from ..format.fileio import some
 from ..format.manifest import MANIFEST, FileRecord, ItemRecord, Manifest
 from ..format.mmap_buffer import bytes_of
 
-__all__ = ["CheckedFile", "read_items"]
-
 
 class CheckedFile:
     """One file of a checkpoint, of which :meth:`read` gives only bytes that are as they were written."""

@@ -35,8 +35,6 @@ from .host_snapshot import SnapshotMemory
 from .save_plan import SavePlanner, decide, propose
 from .writer import write_file, write_manifest, write_metadata
 
-__all__ = ["save", "save_contents"]
-
 # The name of a rank's file, what the manifest and DCP's metadata say of it, and which entries are not sharded.
 _Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
 

@@ -22,8 +22,6 @@ from ...shard_tensor.wrapper_subclasses import is_wrapper
 from ..format.torch_file import not_loadable
 from .entries import EXTRA, OPTIMIZER
 
-__all__ = ["SavePlanner", "decide", "propose"]
-
 
 class SavePlanner(DefaultSavePlanner):
     """torch's save planner, with three differences.

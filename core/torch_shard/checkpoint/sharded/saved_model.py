@@ -10,8 +10,6 @@ from .checkpoint_dir import Checkpoint
 from .entries import Source
 from .entry_tree import Stored, map_leaves, model_at
 
-__all__ = ["SavedModel"]
-
 
 class SavedModel:
     """A model in a checkpoint.

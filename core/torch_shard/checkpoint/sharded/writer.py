@@ -29,8 +29,6 @@ from ..format.manifest import MANIFEST, FileRecord, ItemRecord, Manifest
 from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
 
-__all__ = ["Deferred", "write_file", "write_manifest", "write_metadata"]
-
 Resolve = Callable[[WriteItem], Any]
 
 _SMALL = 256 << 10  # bytes of an entry up to which its values are no blocks of their own

@@ -31,16 +31,6 @@ from ..sharded.entry_tree import (
 from ..sharded.extra_shards import joined
 from .open_any import LIGHTNING_META, Opened
 
-__all__ = [
-    "LIGHTNING",
-    "Parts",
-    "merged",
-    "named_entries",
-    "parts_of",
-    "remove_wrappers",
-    "title",
-]
-
 LIGHTNING = "pytorch-lightning_version"
 """The key by which Lightning's checkpoints are recognised."""
 

@@ -13,8 +13,6 @@ from ..sharded.entry_tree import SavedOptimizer, Stored
 from .classify import Parts, merged, named_entries, remove_wrappers, title
 from .torch_layout import numbered
 
-__all__ = ["Difference", "aligned", "compare", "differing"]
-
 _CHUNK = 1 << 20  # elements that are compared at a time
 
 

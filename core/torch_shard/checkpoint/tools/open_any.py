@@ -25,8 +25,6 @@ from ..sharded.checkpoint_dir import Checkpoint
 from ..sharded.entries import MODEL
 from ..sharded.entry_tree import Stored, StoredObject, model_key, tree_of
 
-__all__ = ["LIGHTNING_META", "Opened", "open_checkpoint"]
-
 LIGHTNING_META = "meta.pt"
 """The file that Lightning writes beside DCP's, with everything but model and optimizers."""
 

@@ -23,8 +23,6 @@ from ..sharded.writer import Deferred, write_file, write_manifest, write_metadat
 from .classify import Parts, merged
 from .open_any import Opened
 
-__all__ = ["write_sharded"]
-
 
 def write_sharded(
     opened: Opened,

@@ -14,8 +14,6 @@ from .classify import Parts
 from .open_any import Opened
 from .torch_layout import Slots, torch_structure
 
-__all__ = ["write_safetensors", "write_torch"]
-
 Progress = Callable[[int], object]
 
 

@@ -16,8 +16,6 @@ from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, map_leaves
 from .classify import Parts
 
-__all__ = ["Slots", "numbered", "torch_structure"]
-
 
 class Slots:
     """Slots for stored tensors; tied tensors share a slot.

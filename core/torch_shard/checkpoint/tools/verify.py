@@ -34,8 +34,6 @@ from ..sharded.entry_tree import leaves, tree_of
 from ..sharded.reader import CheckedFile
 from .open_any import LIGHTNING_META
 
-__all__ = ["Problem", "size_to_verify", "verify"]
-
 _BLOCK = 4 << 20
 
 

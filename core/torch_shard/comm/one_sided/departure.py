@@ -18,8 +18,6 @@ from .. import work
 from .partners import Partners
 from .service import Service
 
-__all__ = ["stay_until_all_leave"]
-
 _LOOK = 1.0  # seconds between two looks at ranks that have not said goodbye
 _SLOW = 10.0  # seconds after which a rank says what it waits for
 

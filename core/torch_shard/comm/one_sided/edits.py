@@ -23,8 +23,6 @@ import torch
 
 from ...utils.autograd_private import storage_uses
 
-__all__ = ["Edits", "checksum"]
-
 _MASK = (1 << 61) - 1
 
 

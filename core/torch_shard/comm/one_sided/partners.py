@@ -15,8 +15,6 @@ from ...errors import DivergenceError, MissingRankError
 from ..work import caller_line
 from . import wire
 
-__all__ = ["ModelVersion", "Partners", "Reading", "ShardPart"]
-
 _BRIEF = 2.0  # seconds that an error message waits for a rank's line
 
 

@@ -28,8 +28,6 @@ from .partners import ShardPart
 if TYPE_CHECKING:
     from .versions import Versions
 
-__all__ = ["Service"]
-
 # Where a thread waits that computes nothing: the names of packages, as they begin.
 _WAITS = (
     "torch.distributed.",

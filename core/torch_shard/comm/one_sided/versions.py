@@ -16,8 +16,6 @@ from ..streams import streams_of
 from ..work import caller_line
 from .edits import Edits
 
-__all__ = ["CHANGED", "Admission", "Versions"]
-
 CHANGED = "goes on after "  # the beginning of the operation that notes a version
 
 _LOOK = 0.2  # seconds between two looks at what this rank waits for

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Address", "connect", "listen", "receive", "receive_into", "send", "send_tensor"]
-
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 20  # bytes of a JSON object; a stranger that connects must not make us allocate more
 

@@ -8,8 +8,6 @@ import torch
 
 from ...numerics.stochastic_rounding import EXACT, Rounding, round_to
 
-__all__ = ["Piece", "RoundedPiece"]
-
 
 class Piece:
     """One parameter of a step: a plain 1-D leaf over a part of a shard, or a copy of several small parts.

@@ -32,8 +32,6 @@ from .piece import Piece, RoundedPiece
 from .segments import Run, Segment, fit_fused, runs_of, signature
 from .step_counters import Counters
 
-__all__ = ["Runs"]
-
 # The kinds of a parameter's gradient: there is none, it is a part of its unit's reduced gradient, or the user has made it.
 _NONE, _REDUCED, _OTHER = 0, 1, 2
 _flat, _spec, _local = map(operator.attrgetter, (f"{STATE}.flat", f"{STATE}.spec", f"{STATE}.local"))

@@ -13,8 +13,6 @@ from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from .piece import Piece
 
-__all__ = ["Run", "Segment", "fit_fused", "runs_of", "signature"]
-
 SMALL = 1 << 14
 """The number of elements below which segments are stepped together."""
 TOGETHER = 1 << 20

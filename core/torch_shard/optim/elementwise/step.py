@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
     from ...unit.unit import Unit
 
-__all__ = ["REST", "FlatStep", "is_step_of_torchs"]
-
 _PIECE = 1 << 17  # elements of one piece on the CPU: with gradient and two moments 2 MiB in fp32, a core's L2 cache
 _LIST = 1 << 24  # elements of one call of a foreach implementation, whose temporaries are of that size
 _ROUNDED_ON_CPU = 1 << 20  # elements that are copied to fp32 for the step at a time, with their gradients

@@ -15,8 +15,6 @@ import torch
 
 from ...comm.streams import streams_of
 
-__all__ = ["Counters"]
-
 _version = operator.attrgetter("_version")
 _place: Any = torch.Tensor.data_ptr
 

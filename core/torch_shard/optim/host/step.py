@@ -27,8 +27,6 @@ from .unit_step import HostUnits
 if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
 
-__all__ = ["HostStep", "refuse_offloaded", "steps_on_host"]
-
 
 def steps_on_host(optimizer: Any, runtimes: list[Runtime]) -> bool:
     """Return True if a step of kind ``"elementwise"`` is a :class:`HostStep`."""

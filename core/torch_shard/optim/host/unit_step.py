@@ -28,8 +28,6 @@ from ..engines_of_optimizer import params_of
 from ..group_options import copied_options
 from ..optimizer_proxy import Session, proxy_of
 
-__all__ = ["HostUnits", "Prepared"]
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
     from ...unit.flat_buffer import FlatBuffer
 
-__all__ = ["EngineParts"]
-
 
 class EngineParts:
     """The division of one optimizer's steps on one engine's parameters."""

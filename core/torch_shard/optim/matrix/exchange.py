@@ -31,8 +31,6 @@ from ...shard_tensor.tensor import ShardTensor
 from ...unit.flat_buffer import FlatBuffer
 from ...unit.module_params import copy_attributes
 
-__all__ = ["OwnedParam", "Part", "Spares"]
-
 
 class Spares:
     """Memory for messages that is used again within a step: on the CPU new memory costs as much time as the copy into it.

@@ -9,8 +9,6 @@ from ..group_options import Snapshot, copied_options, put
 from ..optimizer_proxy import StateView
 from .exchange import Part
 
-__all__ = ["OwnerState", "PartGroup"]
-
 
 class OwnerState(StateView):
     """The optimizer's own state, with the full parameters of the current group as keys in place of the user's parameters."""

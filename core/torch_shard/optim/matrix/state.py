@@ -27,19 +27,6 @@ from ..engines_of_optimizer import open_runtime_of, params_of, runtimes_of
 from ..registry import has_linear_work, kind_of_step
 from ..state_tree import Sent, local, map_tensors, tensors_of
 
-__all__ = [
-    "OwnedState",
-    "all_gather_bytes",
-    "collect",
-    "descriptions",
-    "give_owners",
-    "is_matrix",
-    "move_to_owners",
-    "owned_elsewhere",
-    "sent",
-    "stages_of",
-]
-
 _SMALL = 4 << 20  # bytes of parameters; smaller units are exchanged together, because each message costs time
 # The kinds of a parameter's state on a rank: there is none, it is full, it is sharded, or it holds DTensors that are cut.
 _NONE, _FULL, _SHARDS, _CUT = 0, 1, 2, 3

@@ -38,8 +38,6 @@ from .groups import OwnerState, PartGroup
 if TYPE_CHECKING:
     from ...runtime.runtime import Runtime
 
-__all__ = ["MatrixStep"]
-
 
 class MatrixStep(StepBackend):
     """The steps of one optimizer."""
