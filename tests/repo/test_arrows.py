@@ -152,6 +152,19 @@ def beyond_public(file: Path, source: str | None = None) -> list[str]:
     return found
 
 
+def takes_private(file: Path, source: str | None = None) -> list[str]:
+    """Return the imports of names that begin with an underscore, hence belong to the file that defines them.
+
+    Files may have such names: their names then say that the file wraps what is private elsewhere.
+    """
+    return [
+        str(each)
+        for each in imports_of(file, source)
+        if each.module.split(".")[0] in ("torch_shard", *FRONT_ENDS)
+        if each.name.startswith("_") and each.name != "__version__" and each.target == each.module
+    ]
+
+
 def reads_private(file: Path, source: str | None = None) -> list[str]:
     """Return where a front end's file uses a private attribute of the engine."""
     tree = ast.parse(file.read_text() if source is None else source)
@@ -205,6 +218,11 @@ def test_rooms_import_downwards_only():
     assert [line for file in files_of(CORE) for line in upward(file)] == []
 
 
+def test_no_file_imports_a_name_with_an_underscore_from_another():
+    files = [file for folder in (CORE, *(ROOT / name for name in FRONT_ENDS)) for file in files_of(folder)]
+    assert [line for file in files for line in takes_private(file)] == []
+
+
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_front_ends_import_public_names_and_the_frontend_only(front_end):
     assert [line for file in files_of(ROOT / front_end) for line in beyond_public(file)] == []
@@ -243,6 +261,13 @@ WRONG = [
     (beyond_public, "lightning_shard/__init__.py", "from torch_shard.unit.unit import Unit", 1),
     (beyond_public, "lightning_shard/__init__.py", "from torch_shard import runtime, Engine", 1),
     (beyond_public, "lightning_shard/__init__.py", "import torch_shard.comm", 1),
+    (takes_private, "core/torch_shard/unit/unit.py", "from .flat_buffer import FlatBuffer, _free", 1),
+    (
+        takes_private,
+        "accelerate_shard/accelerator.py",
+        "from . import _private\nfrom ._private import PREPARED_LISTS",
+        0,
+    ),
     (reads_private, "lightning_shard/__init__.py", "engine._runtime.units[0].params[0]._local", 2),
     (communicates, "core/torch_shard/unit/unit.py", "import torch.distributed as dist", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch import distributed", 1),
