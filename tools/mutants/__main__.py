@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
 import time
 from bisect import bisect_right
-from dataclasses import asdict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import attrs
 from cosmic_ray.mutating import mutate_and_test
 from cosmic_ray.work_db import WorkDB
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
@@ -39,26 +42,29 @@ def main() -> int:
     parser.add_argument("--tests", default="", help="record the tests of these files or folders only")
     text = "of tests for each mutant at most, as recorded; one that survives them stays open, and goes on there the next time"
     parser.add_argument("--seconds", type=float, default=float("inf"), help=text)
+    parser.add_argument(
+        "--lanes", type=int, default=2, help="mutants that run side by side, each in a copy of its own (default 2)"
+    )
     options = parser.parse_args()
     only = set(options.only.split(",")) if options.only else None
-    # A mutated file is put back however this ends (but for SIGKILL: then at the next start).
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    tree.begin()
+    tree.begin(options.lanes)
+    lanes = tree.lanes(options.lanes)
     for step in options.steps or STEPS:
         if step == "record":
-            reach.record(False, options.tests.split())
+            reach.record(False, options.tests.split(), options.lanes)
         elif step == "draw":
             _draw()
         elif step == "quick":
-            _run("quick", only, options.again, options.seconds)
+            _run("quick", only, options.again, options.seconds, lanes)
         elif step == "exhaustive":
             survivors = _survivors(only)
             if survivors:
-                reach.record(True, options.tests.split())
+                reach.record(True, options.tests.split(), options.lanes)
                 with session("exhaustive") as into:
                     known = {item.job_id for item in into.work_items}
                     into.add_work_items([item for item in survivors if item.job_id not in known])
-                _run("exhaustive", {item.job_id for item in survivors}, options.again, options.seconds)
+                _run("exhaustive", {item.job_id for item in survivors}, options.again, options.seconds, lanes)
         elif step == "confirm":
             _confirm()
         else:
@@ -83,23 +89,37 @@ def _survivors(only: set[str] | None) -> list[WorkItem]:
         ]
 
 
-def _run(name: str, only: set[str] | None, again: bool, seconds: float) -> None:
+def _run(name: str, only: set[str] | None, again: bool, seconds: float, lanes: list[Path]) -> None:
     doubtful = unreliable()
     known = {n: t for n, t in reach.tests().items() if t.exhaustive == (name == "exhaustive") and n not in doubtful}
-    with session(name) as db:
+    with session(name) as db, ThreadPoolExecutor(len(lanes)) as pool:
         results = dict(db.results)
         waiting = [
             item
             for item in sorted(db.work_items, key=lambda item: item.job_id)
             if (only is None or item.job_id in only) and _is_open(results.get(item.job_id), doubtful, again)
         ]
+        free, running = list(lanes), dict[Future[WorkResult], _Attempt]()
+
+        def end_one() -> None:
+            try:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+            except KeyboardInterrupt:
+                os._exit(130)  # the tests see that this process is gone, and end
+            for future in done:
+                attempt = running.pop(future)
+                free.append(attempt.lane)
+                verdict = attempt.verdict(db, future.result())
+                where = f"{time.strftime('%H:%M')} {name} {attempt.number}/{len(waiting)}"
+                print(f"{where} {report.line(attempt.item, verdict)}", file=sys.stderr, flush=True)
+
         for number, item in enumerate(waiting, 1):
-            verdict = _run_one(db, item, known, seconds)
-            print(
-                f"{time.strftime('%H:%M')} {name} {number}/{len(waiting)} {report.line(item, verdict)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not free:
+                end_one()
+            attempt = _attempt(item, number, free.pop(0), known, seconds)
+            running[pool.submit(attempt.run)] = attempt
+        while running:
+            end_one()
 
 
 def _is_open(result: WorkResult | None, doubtful: set[str], again: bool) -> bool:
@@ -110,41 +130,67 @@ def _is_open(result: WorkResult | None, doubtful: set[str], again: bool) -> bool
     return verdict_of(result).test in doubtful
 
 
-def _run_one(db: WorkDB, item: WorkItem, known: dict[str, reach.Test], seconds: float) -> Verdict:
+@dataclass
+class _Attempt:
+    """A mutant, the copy in which it runs, and the tests that it meets there."""
+
+    item: WorkItem
+    number: int
+    lane: Path
+    before: int  # tests that it has survived in earlier runs
+    left: list[reach.Test]
+    now: list[reach.Test]  # those of `left` that the time allows
+
+    @property
+    def passed(self) -> Path:
+        return _passed_file(self.item)
+
+    def run(self) -> WorkResult:
+        """Run the tests with the mutant. Called in a thread of its own."""
+        if not self.now:
+            text = "" if self.before else "no test reaches it"
+            output = json.dumps(asdict(Verdict("survived", text=text, ran=self.before)))
+            return WorkResult(WorkerOutcome.NORMAL, output, TestOutcome.SURVIVED, report.diff_of(self.item))
+        (spec,) = self.item.mutations
+        spec = attrs.evolve(spec, module_path=self.lane / spec.module_path.relative_to(tree.TREE))
+        plan = tree.BUILD / f"plan-{self.item.job_id}.json"
+        plan.write_text(json.dumps({test.name: test.seconds for test in self.now}))
+        judging = [sys.executable, "-m", "tools.mutants.judge", str(plan), str(self.passed)]
+        try:
+            # The runner has limits of its own, for each test.
+            return mutate_and_test([spec], shlex.join(["env", f"MUTANTS_TREE={self.lane}", *judging]), timeout=100_000)
+        finally:
+            plan.unlink()
+
+    def verdict(self, db: WorkDB, result: WorkResult) -> Verdict:
+        """Return what became of the mutant, and keep it in the session where that is decided."""
+        verdict = verdict_of(result)
+        if verdict.how == "survived" and len(self.now) < len(self.left):
+            verdict.how, verdict.text = "open", f"open: {len(self.left) - len(self.now)} tests are left"
+        elif verdict.how != "error":
+            db.set_result(self.item.job_id, result)
+        return verdict
+
+
+def _attempt(item: WorkItem, number: int, lane: Path, known: dict[str, reach.Test], seconds: float) -> _Attempt:
     (spec,) = item.mutations
     chosen = reach.reaching(spec.module_path, lines(spec), function(spec), known, killers())
-    if not chosen:
-        verdict = Verdict("survived", text="no test reaches it")
-        output = json.dumps(asdict(verdict))
-        db.set_result(item.job_id, WorkResult(WorkerOutcome.NORMAL, output, TestOutcome.SURVIVED, report.diff_of(item)))
-        return verdict
     # What an interrupted run has done, and what has not changed since the mutant survived, counts.
-    passed = tree.BUILD / "passed" / f"{item.job_id}.jsonl"
-    passed.parent.mkdir(exist_ok=True)
-    before = _passed(passed)
+    before = _passed(_passed_file(item))
     left = [test for test in chosen if test.name not in before]
-    short = _within(left, seconds)
-    if left:
-        plan = tree.BUILD / "plan.json"
-        plan.write_text(json.dumps({test.name: test.seconds for test in short}))
-        # The runner has limits of its own, for each test.
-        command = shlex.join([sys.executable, "-m", "tools.mutants.judge", str(plan), str(passed)])
-        result = mutate_and_test([spec], command, timeout=100_000)
-    else:
-        output = json.dumps(asdict(Verdict("survived", ran=len(before))))
-        result = WorkResult(WorkerOutcome.NORMAL, output, TestOutcome.SURVIVED, report.diff_of(item))
-    verdict = verdict_of(result)
-    if verdict.how == "survived" and len(short) < len(left):
-        verdict.how, verdict.text = "open", f"open: {len(left) - len(short)} tests are left"
-    elif verdict.how != "error":
-        db.set_result(item.job_id, result)
-    return verdict
+    return _Attempt(item, number, lane, len(before), left, _within(left, seconds))
 
 
 def _within(tests: list[reach.Test], seconds: float) -> list[reach.Test]:
-    """Return as many tests as take `seconds`, at least one."""
+    """Return as many tests as take `seconds`, at least one if there are any."""
     ends = list(accumulate(test.seconds for test in tests))
     return tests[: max(1, bisect_right(ends, seconds))]
+
+
+def _passed_file(item: WorkItem) -> Path:
+    folder = tree.BUILD / "passed"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{item.job_id}.jsonl"
 
 
 def _passed(file: Path) -> set[str]:

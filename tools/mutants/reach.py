@@ -31,14 +31,15 @@ class Test:
         return self.name.partition("[")[0]
 
 
-def record(exhaustive: bool, arguments: list[str]) -> None:
+def record(exhaustive: bool, arguments: list[str], lanes: int) -> None:
     """Run the quick tests, or all, under coverage, except those that are recorded already."""
     environment = tree.environment(
         path=tree.TREE / "tools" / "mutants" / "subprocesses", MUTANTS_RECORD=tree.RECORD, MUTANTS_TREE=tree.TREE
     )
-    marks = ["-m", ""] if exhaustive else []
+    marks = ["-m", "not outside"] if exhaustive else []
+    workers = ["-n", lanes, "--dist", "loadfile"] if lanes > 1 else []
     # Tests may fail: those are left out later on.
-    command = tree.pytest("-p", "tools.mutants.record", "--tb=line", *marks, *arguments)
+    command = tree.pytest("-p", "tools.mutants.record", "--tb=line", *marks, *workers, *arguments)
     status = subprocess.run(command, cwd=tree.TREE, env=environment).returncode
     if status not in (0, 1, 5):
         raise SystemExit(f"the tests could not be recorded: pytest ended with status {status}")

@@ -1,4 +1,4 @@
-"""The copy of the checkout that is mutated, and the commands that run in it."""
+"""The copies of the checkout: one whose tests are recorded, others that are mutated; and the commands that run in them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ TREE = Path(os.environ.get("MUTANTS_TREE", BUILD / "tree"))  # in the copy itsel
 RECORD = BUILD / "coverage"
 
 
-def sync() -> None:
-    """Make the copy equal to the checkout: its tracked files, and new ones that git does not ignore."""
+def lanes(count: int) -> list[Path]:
+    """Return the copies in which `count` mutants run side by side. :data:`TREE` is none of them, and never mutated."""
+    return [TREE.with_name(f"{TREE.name}-{number}") for number in range(1, count + 1)]
+
+
+def sync(copy: Path) -> None:
+    """Make a copy equal to the checkout: its tracked files, and new ones that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=CHECKOUT,
@@ -28,18 +33,18 @@ def sync() -> None:
         check=True,
     )
     names = {name for name in listed.stdout.decode().split("\0") if name and (CHECKOUT / name).is_file()}
-    for old in [path for path in TREE.rglob("*") if path.is_file() and path.suffix != ".pyc"]:
-        if str(old.relative_to(TREE)) not in names:
+    for old in [path for path in copy.rglob("*") if path.is_file() and path.suffix != ".pyc"]:
+        if str(old.relative_to(copy)) not in names:
             old.unlink()
     for name in names:
-        source, copy = CHECKOUT / name, TREE / name
+        source, target = CHECKOUT / name, copy / name
         # What is equal keeps its time, hence its compiled form.
-        if not copy.exists() or copy.read_bytes() != source.read_bytes():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copy)
+        if not target.exists() or target.read_bytes() != source.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
 
 
-def begin() -> None:
+def begin(count: int) -> None:
     """Prepare build/mutants, for this process alone. What it holds about other sources is thrown away."""
     BUILD.mkdir(parents=True, exist_ok=True)
     lock = os.open(BUILD / "lock", os.O_CREAT | os.O_RDWR)  # until this process ends
@@ -47,12 +52,14 @@ def begin() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(f"another run is at work in {BUILD}") from None
-    sync()
+    copies = [TREE, *lanes(count)]
+    for copy in copies:
+        sync(copy)
     mark, now = BUILD / "sources", digest()
     if mark.exists() and mark.read_text() != now:
         print("the mutated sources have changed since the last run: everything begins anew")
         for old in BUILD.iterdir():
-            if old not in (TREE, BUILD / "lock"):
+            if old not in (*copies, BUILD / "lock"):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
     mark.write_text(now)
 
