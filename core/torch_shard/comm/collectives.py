@@ -209,7 +209,7 @@ class Collectives:
             event = self.streams.record(stream)
             work = OnStream(event)
         # A backward that fails drops its reductions, but the buffers that they still read and write must live.
-        channel.groups.buffers[work] = buffers
+        channel.groups.buffers[work] = buffers, args
         return Pending(self.watchdog, channel, number, what, work, event, self.streams)
 
     # -- parameters ---------------------------------------------------------------------------------------------

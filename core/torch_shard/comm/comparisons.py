@@ -121,7 +121,6 @@ class Comparisons:
             return True
         if self._error is None:
             self._left, self._owed = pending, pending.number
-            pending.channel.groups.buffers[pending.work] = message
         return False
 
     def _issue(
@@ -144,6 +143,7 @@ class Comparisons:
         work = outside_saved_tensors_hooks(
             dist.all_reduce, message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True
         )
+        channel.groups.buffers[work] = message
         return Pending(watchdog, channel, number, what, work)
 
     def met(self) -> None:

@@ -167,11 +167,15 @@ class ProcessGroups:
 
 
 def _keep_unfinished(in_flight: dict[str, Any], *others: Any) -> None:
-    """Keep process groups alive as long as the process if a collective in them has been left without its partner.
+    """Keep process groups, and the tensors of their collectives, as long as the process if a collective has not ended.
 
     Gloo can't abort a collective. The group's destructor waits for it, and two ranks that destroy such groups in
     different order would wait for each other until the group's timeout, half an hour by default. When a process ends,
     its partners' collectives end with an error.
+
+    A collective that ends while the interpreter shuts down must not hold the last reference to a tensor: Gloo's thread would
+    ask for the interpreter's lock, with which CPython before 3.14 ends a thread, here inside a destructor, and so the process
+    ("terminate called without an active exception").
     """
     if any(not work.is_completed() for work in in_flight.values()):
         # A list in this module would be emptied at exit, and the destructors would run.
