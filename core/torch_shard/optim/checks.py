@@ -130,8 +130,8 @@ def refuse_without_rounding(optimizer: Any, runtime: Runtime) -> None:
             continue
         name = type(optimizer).__qualname__
         raise ConfigError(
-            f"rank {p._spec.rank}: precision.stochastic_rounding with {name}, an optimizer that the engine does not know: it "
-            f"would step on {p._spec.name} as it is stored, in bfloat16, and round to nearest. Declare how it steps: "
+            f"rank {p._spec.world_rank}: precision.stochastic_rounding with {name}, an optimizer that the engine does not know: "
+            f"it would step on {p._spec.name} as it is stored, in bfloat16, and round to nearest. Declare how it steps: "
             f"torch_shard.optim.register({name}, kind=...). Nothing was changed."
         )
 
