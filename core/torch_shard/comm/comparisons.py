@@ -65,8 +65,9 @@ class Comparisons:
         self.partners: Partners | None = None
         self._left: Pending | None = None  # the all-reduce that this rank has left behind to read alone
         self._owed = 0  # the number of a comparison that late ranks may still come to, see `settle`
-        # A comparison that has begun, and what is called with True once all ranks have come, with False if that fails.
-        self.unfinished: tuple[Pending, Callable[[bool], None]] | None = None
+        # The comparison that `begin` has sent, and the function to call with True once all ranks have come, or with False if
+        # that fails.
+        self._unfinished: tuple[Pending, Callable[[bool], None]] | None = None
         self._finishing = threading.RLock()
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
@@ -152,15 +153,24 @@ class Comparisons:
             self.service.met()
 
     # -- a comparison that is under way while this rank goes on -------------------------------------------------
-    def begin(self, watchdog: Watchdog, message: torch.Tensor, flags: torch.Tensor, what: str) -> Pending:
-        """Send the message of a rank that does what concerns all ranks, and don't wait. See :meth:`all_reduce`. Collective.
+    def begin(
+        self, watchdog: Watchdog, message: torch.Tensor, flags: torch.Tensor, what: str, then: Callable[[bool], None]
+    ) -> None:
+        """Send the message of a rank that :attr:`Purpose.WORKS`, and don't wait: :meth:`finish` does. Collective.
 
         What this rank has left to read alone may still be under way: others may look at it only when this rank goes on.
+
+        Args:
+            watchdog, message, flags, what: the arguments of :meth:`all_reduce`.
+            then: called with True once all ranks have come, or with False if that fails.
         """
-        return self._issue(watchdog, message, flags, what, Purpose.WORKS)
+        self._unfinished = self._issue(watchdog, message, flags, what, Purpose.WORKS), then
 
     def finish(self, *, only_if_known: bool = False) -> bool:
-        """End the comparison that :meth:`begin` has begun, if there is one. `only_if_known`: and if all ranks have come.
+        """End the comparison that :meth:`begin` has begun, if there is one.
+
+        Args:
+            only_if_known: leave it under way if some ranks have not come yet.
 
         Returns:
             True if there was one, which has ended.
@@ -169,9 +179,9 @@ class Comparisons:
             DivergenceError: the ranks have come to different operations.
         """
         with self._finishing:  # another thread that reads a gradient may be at it
-            if self.unfinished is None or (only_if_known and not self.unfinished[0].done()):
+            if self._unfinished is None or (only_if_known and not self._unfinished[0].done()):
                 return False
-            (pending, then), self.unfinished = self.unfinished, None
+            (pending, then), self._unfinished = self._unfinished, None
             try:
                 if self._left is not None:
                     self._end_left(pending.what)

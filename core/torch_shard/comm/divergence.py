@@ -135,8 +135,8 @@ class OperationSequence:
         if payload is not None:
             self.hash, self.history = 0, []
         message, flags = meeting.message()
-        pending = comparisons.begin(self.collectives.watchdog, message, flags, what)
-        comparisons.unfinished = pending, functools.partial(self._finish, meeting, message, then)
+        ended = functools.partial(self._finish, meeting, message, then)
+        comparisons.begin(self.collectives.watchdog, message, flags, what, ended)
 
     def _finish(
         self,
