@@ -50,7 +50,7 @@ class HostShard:
         self._fresh = (-1, 0)  # which values of the shard these hold
         self._read: Copying | None = None
 
-    def compute_in(self, dtype: torch.dtype, quantizer: BlockQuantizer | None = None) -> None:
+    def compute_in(self, dtype: torch.dtype, quantizer: BlockQuantizer | None) -> None:
         """Set what :meth:`copy_to` copies from now on: values of `dtype`, or the payload of `quantizer`."""
         self._compute, self._quantizer, self._cast, self._resident = dtype, quantizer, None, None
         self.outdate()

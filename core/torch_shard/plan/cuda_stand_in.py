@@ -51,7 +51,7 @@ class CudaStandIn(TorchFunctionMode):
     With `all_on_device` the program names the CPU, and means the device. Enter it by :meth:`entered`.
     """
 
-    def __init__(self, storages: Storages, all_on_device: bool = False):
+    def __init__(self, storages: Storages, all_on_device: bool):
         super().__init__()
         self._storages = storages
         self._all_on_device = all_on_device

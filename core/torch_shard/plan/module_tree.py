@@ -247,7 +247,7 @@ class ModuleTree:
             path.append(above)
         return tuple(reversed(path))
 
-    def triggers(self, numbers: Iterable[int], roots: Iterable[Node] = ()) -> tuple[str, ...]:
+    def triggers(self, numbers: Iterable[int], roots: Iterable[Node]) -> tuple[str, ...]:
         """Return the names of the modules whose forward needs these parameters.
 
         Args:

@@ -16,7 +16,7 @@ _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def lines_for(candidate: Candidate, autocast: str | None = None) -> dict[str, str]:
+def lines_for(candidate: Candidate, autocast: str | None) -> dict[str, str]:
     """Return what to write for settings: under ``lightning``, ``accelerate``, ``yaml`` (of ``accelerate launch``) and ``plain``.
 
     Args:

@@ -42,8 +42,8 @@ def trace_script(
     config: ShardConfig,
     *,
     device: Literal["cpu", "cuda"],
-    checkpointed: Iterable[nn.Module] = (),
-    offloaded: bool = False,
+    checkpointed: Iterable[nn.Module],
+    offloaded: bool,
 ) -> StepTrace | ScriptStep:
     """Trace the rest of the script's first step. Returns twice: the trace here, and in the branch a :class:`ScriptStep`.
 

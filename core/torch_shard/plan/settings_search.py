@@ -77,6 +77,7 @@ def search(
         TraceError: the step can't be traced.
     """
     hardware = Hardware.of(memory, ranks, ranks_per_node, device=device, on=on, intra=intra, inter=inter, margin=margin)
+    config = ShardConfig() if config is None else config
     return search_step(model, sample_step, hardware, batch=batch, config=config, optimizers=optimizers)
 
 
@@ -85,9 +86,9 @@ def search_step(
     sample_step: Callable[..., object],
     hardware: Hardware,
     *,
-    batch: int | None = None,
-    config: ShardConfig | None = None,
-    optimizers: Iterable[torch.optim.Optimizer] = (),
+    batch: int | None,
+    config: ShardConfig,
+    optimizers: Iterable[torch.optim.Optimizer],
 ) -> Search:
     """Find settings as :func:`search` does."""
     held = list(optimizers)
@@ -109,7 +110,7 @@ def search_step(
             offloaded=offloaded,
         )
 
-    return search_with(trace, model, ShardConfig() if config is None else config, hardware, batch)
+    return search_with(trace, model, config, hardware, batch)
 
 
 Trace = Callable[[Plan, ShardConfig, int | None, list[nn.Module], bool], StepTrace]

@@ -58,8 +58,8 @@ def computing_as(
     model: nn.Module,
     plan: Plan,
     config: ShardConfig,
-    checkpointed: Iterable[nn.Module] = (),
-    offloaded: bool = False,
+    checkpointed: Iterable[nn.Module],
+    offloaded: bool,
 ) -> Iterator[dict[str, torch.dtype]]:
     """Have a plain model compute as under the settings of an engine, and yield the dtypes of parameters that are cast."""
     with _casting(model, plan, config), _recomputed(checkpointed, OffloadedInputs() if offloaded else None):

@@ -150,7 +150,7 @@ class UnitStandIn:
 
     is_summoned = exposed = False
 
-    def __init__(self, plan: UnitPlan, index: int, ranks: int, log: Log, offload: Offload | None = None) -> None:
+    def __init__(self, plan: UnitPlan, index: int, ranks: int, log: Log, offload: Offload | None) -> None:
         self.name, self.index, self._log = plan.name, index, log
         self.params = plan.params
         self.flats = [FlatStandIn(plan.name, params, ranks, offload is not None) for params in plan.flat_buffers]

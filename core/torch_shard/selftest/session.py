@@ -30,9 +30,7 @@ ATTEMPTS = 4  # launches of a part that end with an error before the cases that 
 _GRACE = 45.0  # seconds that torch's launcher gets to end the ranks, which takes it 30 at most
 
 
-def checked_setting(
-    kind: str, ranks: int | None, quick: bool, peak_tflops: float | None, shares: bool = False
-) -> Setting:
+def checked_setting(kind: str, ranks: int | None, quick: bool, peak_tflops: float | None, shares: bool) -> Setting:
     """Return the setting for a choice of devices and ranks. This does not initialise any device.
 
     Args:

@@ -32,10 +32,10 @@ from .open_files import FullFile, open_full, refuse_damaged
 def load_full(
     engine: EnginePort,
     path: str | os.PathLike[str],
-    optimizer: Any = None,
+    optimizer: Any,
     *,
-    dtype: torch.dtype | None = None,
-    models: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None,
+    models: Mapping[str, Any] | None,
 ) -> Any:
     """Load into `engine`'s model; see :meth:`torch_shard.Engine.load`. Collective."""
     runtime, what = engine._runtime, "engine.load"

@@ -183,7 +183,7 @@ def model_key(tree: Mapping[Any, Any]) -> str | None:
 
 
 def model_at(
-    tree: dict[Any, Any], path: tuple[str, ...], keys: Iterable[str], *, ours: bool, own_prefixes: bool = True
+    tree: dict[Any, Any], path: tuple[str, ...], keys: Iterable[str], *, ours: bool, own_prefixes: bool
 ) -> dict[str, Any]:
     """Find a model's state dict; its values may be nested.
 

@@ -21,7 +21,7 @@ def write_torch(
     opened: Opened,
     parts: Parts,
     target: Path,
-    progress: Progress = lambda nbytes: None,
+    progress: Progress,
 ) -> None:
     """Write a file that ``torch.load(weights_only=True)`` reads; :mod:`.torch_layout` describes its structure.
 
@@ -47,8 +47,8 @@ def write_safetensors(
     parts: Parts,
     target: Path,
     *,
-    max_shard_size: int = 5 * 10**9,
-    progress: Progress = lambda nbytes: None,
+    max_shard_size: int,
+    progress: Progress,
 ) -> list[str]:
     """Write the tensors of a checkpoint's models, which are all that the format can hold.
 
