@@ -88,9 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.format == "torch":
             write_torch(opened, parts, target, advance)
         elif arguments.format == "safetensors":
-            left_out += write_safetensors(parts, target, max_shard_size=limit, progress=advance)
+            left_out += write_safetensors(parts, target, limit, advance)
         else:
-            write_sharded(opened, parts, target, progress=advance)
+            write_sharded(opened, parts, target, advance)
     files = sorted(target.iterdir()) if target.is_dir() else [target]
     if arguments.format == "safetensors":  # a directory may hold other files, too
         files = [file for file in files if file.suffix == ".safetensors" or file.name == INDEX]

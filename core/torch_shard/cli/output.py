@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from ..checkpoint.format.fileio import Progress
 from ..checkpoint.format.manifest import dtype_name
+
+_NUMBERS = ("parameters", "elements", "bytes")  # heads of the columns that are set to the right
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -34,7 +37,7 @@ def plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
+def progress(total: int, what: str) -> Iterator[Progress]:
     """Show a progress bar on standard error, if that is a terminal, and give a function that advances it by bytes."""
     # With disable=None it shows on a terminal only.
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -63,6 +66,3 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         wide = max(map(len, (head, *cells)))
         padded.append([c.rjust(wide) if head in _NUMBERS else c.ljust(wide) for c in (head, *cells)])
     return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
-
-
-_NUMBERS = ("parameters", "elements", "bytes")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ...errors import CheckpointError
+
+Progress = Callable[[int], object]
+"""A function that is called with the number of bytes after each step of some work."""
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import nn
 from ...errors import CheckpointError, ConfigError
 from ...layout.flat_layout import contiguous_stride
 from ...utils.tensor_memory import memory_key
-from .fileio import first_line, naming
+from .fileio import Progress, first_line, naming
 from .mmap_buffer import blocks_of, row_major
 from .tensor_entry import ALIGNMENT
 
@@ -127,14 +126,14 @@ class TorchFileWriter:
 
 
 def verify_torch_file(
-    file: Path | io.BytesIO, rank: int = 0, ranks: int = 1, progress: Callable[[int], object] = lambda nbytes: None
+    file: Path | io.BytesIO, rank: int = 0, ranks: int = 1, progress: Progress = lambda nbytes: None
 ) -> None:
     """Compare the members of an archive with their CRC-32, which ``torch.load`` does not. Not collective.
 
     Args:
         file: what ``torch.save`` or :class:`TorchFileWriter` wrote.
-        rank, ranks: this rank reads its share of the members, of which as many ranks read all.
-        progress: a function that is called with the number of bytes after each read.
+        rank, ranks: this rank, and the number of ranks that divide the members among them.
+        progress: told the bytes of each read.
 
     Raises:
         Exception: a member is damaged, or the archive is; of any class, because damage can lead zipfile anywhere.

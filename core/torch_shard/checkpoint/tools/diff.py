@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..format.fileio import Progress
 from ..format.mmap_buffer import bytes_of, row_major
 from ..sharded.entry_tree import SavedOptimizer, Stored
 from .classify import Parts, merged, named_entries, remove_wrappers, title
@@ -77,7 +78,7 @@ def compare(
     rtol: float = 0.0,
     atol: float = 0.0,
     dtypes: bool = True,
-    progress: Callable[[int], object] = lambda nbytes: None,
+    progress: Progress = lambda nbytes: None,
 ) -> Iterator[Difference]:
     """Yield the differences of two checkpoints, in the order of the first one.
 
@@ -85,7 +86,7 @@ def compare(
         a, b: the results of :func:`aligned`.
         rtol, atol: the tolerances of ``torch.isclose``; with both at 0 every bit counts.
         dtypes: True if another dtype alone is a difference.
-        progress: a function that is called with the number of bytes of each tensor of `a` that has been compared.
+        progress: told the bytes of each tensor of `a` that has been compared.
 
     Raises:
         CheckpointError: an entry is damaged.

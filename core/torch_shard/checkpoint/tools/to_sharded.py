@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..format.atomic_directory import commit
 from ..format.dcp_metadata import METADATA
+from ..format.fileio import Progress
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row
 from ..full.output import beside
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
@@ -24,20 +24,14 @@ from .classify import Parts, merged
 from .open_any import Opened
 
 
-def write_sharded(
-    opened: Opened,
-    parts: Parts,
-    target: Path,
-    *,
-    progress: Callable[[int], object] = lambda nbytes: None,
-) -> None:
+def write_sharded(opened: Opened, parts: Parts, target: Path, progress: Progress) -> None:
     """Write a sharded checkpoint of one rank, which ``engine.load`` reads. Not collective.
 
     Args:
         opened: the checkpoint.
         parts: its contents, as far as they are to be written.
         target: a directory. A checkpoint at this path is replaced once the new one is complete.
-        progress: a function that is called with the number of bytes after each tensor.
+        progress: told the bytes of each tensor that has been read.
 
     Raises:
         CheckpointError: an entry is damaged, or something else than a checkpoint is at the target.
@@ -59,9 +53,9 @@ def write_sharded(
 
 
 class _Planner(SavePlanner):
-    """A planner that plans with proxies, and reads each tensor when that is written."""
+    """A planner that plans with proxies, and reads each tensor when it is written."""
 
-    def __init__(self, progress: Callable[[int], object]) -> None:
+    def __init__(self, progress: Progress) -> None:
         super().__init__()
         self.progress = progress
         self.stored: dict[int, Stored] = {}  # by the id of the proxy

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ..format.fileio import Progress
 from ..full.output import safetensors_output, torch_output
 from ..sharded.entry_tree import Stored
 from .classify import Parts
 from .open_any import Opened
 from .torch_layout import Slots, torch_structure
 
-Progress = Callable[[int], object]
 
-
-def write_torch(
-    opened: Opened,
-    parts: Parts,
-    target: Path,
-    progress: Progress,
-) -> None:
+def write_torch(opened: Opened, parts: Parts, target: Path, progress: Progress) -> None:
     """Write a file that ``torch.load(weights_only=True)`` reads; :mod:`.torch_layout` describes its structure.
 
     Args:
         opened, parts: the checkpoint and its contents.
         target: the path of the file, which appears when it is complete.
-        progress: a function that is called with the number of bytes after each tensor.
+        progress: told the bytes of each tensor that has been written.
 
     Raises:
         CheckpointError: an entry is damaged, or the target is a directory.
@@ -43,13 +36,7 @@ def write_torch(
         output.commit()
 
 
-def write_safetensors(
-    parts: Parts,
-    target: Path,
-    *,
-    max_shard_size: int,
-    progress: Progress,
-) -> list[str]:
+def write_safetensors(parts: Parts, target: Path, max_shard_size: int, progress: Progress) -> list[str]:
     """Write the tensors of a checkpoint's models, which are all that the format can hold.
 
     Args:
@@ -57,7 +44,7 @@ def write_safetensors(
         target: one file if it ends in ``.safetensors``, else a directory for ``model.safetensors``, or for several files and
             their index.
         max_shard_size: the limit in bytes for a file in a directory. One file is in memory at a time.
-        progress: a function that is called with the number of bytes after each tensor.
+        progress: told the bytes of each tensor that has been written.
 
     Returns:
         The names of the models' entries that are no tensors and are left out.

@@ -12,7 +12,7 @@ import errno
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ...utils.patterns import without_wrappers
 from ..format.atomic_directory import find
 from ..format.chunks import covers
 from ..format.dcp_metadata import METADATA
-from ..format.fileio import some
+from ..format.fileio import Progress, some
 from ..format.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from ..format.torch_file import verify_torch_file
 from ..full.open_files import format_of, open_full
@@ -62,12 +62,12 @@ def size_to_verify(path: str | os.PathLike[str]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lambda nbytes: None) -> list[Problem]:
+def verify(path: str | os.PathLike[str], progress: Progress = lambda nbytes: None) -> list[Problem]:
     """Read all of a checkpoint of any format, and return what is damaged or missing.
 
     Args:
         path: the directory or file.
-        progress: a function that is called with the number of bytes after each read.
+        progress: told the bytes of each read.
 
     Returns:
         The problems; none if the checkpoint is good.
@@ -100,7 +100,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int], object] = lam
 # -- this package's ---------------------------------------------------------------------------------------------------
 
 
-def _checksums(folder: Path, name: str, record: FileRecord, progress: Callable[[int], object]) -> Iterator[Problem]:
+def _checksums(folder: Path, name: str, record: FileRecord, progress: Progress) -> Iterator[Problem]:
     """Verify every block of a file by the manifest's checksums."""
     try:
         size = os.stat(folder / name).st_size
@@ -168,7 +168,7 @@ def _offsets(found: Any, index: MetadataIndex) -> tuple[int, ...] | None:
 # -- others' sharded ones ---------------------------------------------------------------------------------------------
 
 
-def _entries_of_dcp(checkpoint: Checkpoint, progress: Callable[[int], object]) -> Iterator[Problem]:
+def _entries_of_dcp(checkpoint: Checkpoint, progress: Progress) -> Iterator[Problem]:
     """Read entries of torch's own writer, which are archives with checksums that torch does not compare when it loads."""
     places: dict[str, list[Any]] = {}
     for index, info in checkpoint.metadata.storage_data.items():
@@ -212,7 +212,7 @@ def _damage(error: Exception) -> str:
 # -- files of one process ---------------------------------------------------------------------------------------------
 
 
-def _full(path: Path, progress: Callable[[int], object]) -> Iterator[Problem]:
+def _full(path: Path, progress: Progress) -> Iterator[Problem]:
     """Verify a torch file by its checksums, and safetensors by their headers, sizes and index."""
     kind = format_of(path)
     if kind == "torch":
