@@ -21,11 +21,11 @@ from .model import Block, Size, batch, make, mean_loss
 from .ranks import PATIENCE
 from .results import NO_BF16, Result, at_most, skipped, within
 
-STEPS = 3  # the first makes the optimizer's state, the second learns the order of gathers
-TRIES = 3  # of the peak; on the CPU what the threads of Gloo free is not seen, which only makes it seem higher
-SLACK = 1.05  # of the predicted peak: the margin of a plan
-WORKSPACES = 64 << 20  # on GPUs: those of cuBLAS, which count as allocated (8 MiB for a stream, 32 on Hopper)
-UNSEEN = 256 << 10  # on the CPU: what may have been freed without being seen
+_STEPS = 3  # the first makes the optimizer's state, the second learns the order of gathers
+_TRIES = 3  # of the peak; on the CPU what the threads of Gloo free is not seen, which only makes it seem higher
+_SLACK = 1.05  # of the predicted peak: the margin of a plan
+_WORKSPACES = 64 << 20  # on GPUs: those of cuBLAS, which count as allocated (8 MiB for a stream, 32 on Hopper)
+_UNSEEN = 256 << 10  # on the CPU: what may have been freed without being seen
 
 
 def memory_cases(setting: Setting) -> list[Case]:
@@ -57,7 +57,7 @@ def _compare(strategy: Any, precision: Precision | None, context: Context, case:
     engine = shard(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plan = engine.plan.predicted
-    for _ in range(STEPS):
+    for _ in range(_STEPS):
         engine.reset_peak_gathered()
         mean_loss(model, data).backward()
         kept = engine.memory_summary()
@@ -70,7 +70,7 @@ def _compare(strategy: Any, precision: Precision | None, context: Context, case:
         "gathered at most": (engine.statistics().peak_gathered, plan.gathered_peak),
     }
     step = functools.partial(_step, model, data, optimizer)
-    peak = min(peak_of(step, ranks.device)[0] for _ in range(TRIES)) - before
+    peak = min(peak_of(step, ranks.device)[0] for _ in range(_TRIES)) - before
     engine.close(optimizer)
     results = []
     for what, pair in measured.items():
@@ -78,7 +78,7 @@ def _compare(strategy: Any, precision: Precision | None, context: Context, case:
         results.append(within(case.part, f"{case.name}: {what}", own, predicted, 0.0, "bytes"))
     pair = peak, _predicted_peak(size, config, context)
     own, predicted = max(ranks.gather(pair), key=lambda each: each[0] / each[1])
-    most = SLACK * predicted + (WORKSPACES if ranks.device.type == "cuda" else UNSEEN)
+    most = _SLACK * predicted + (_WORKSPACES if ranks.device.type == "cuda" else _UNSEEN)
     results.append(at_most(case.part, f"{case.name}: peak of a step", own, most, "bytes", predicted=predicted))
     return results
 

@@ -26,7 +26,7 @@ from .cases import cases_of
 from .context import EXIT, JOB, NOTES, Case, Setting
 from .results import PARTS, Result, skipped
 
-ATTEMPTS = 4  # launches of a part that end with an error before the cases that are left are given up
+_ATTEMPTS = 4  # launches of a part that end with an error before the cases that are left are given up
 _GRACE = 45.0  # seconds that torch's launcher gets to end the ranks, which takes it 30 at most
 
 
@@ -129,8 +129,8 @@ class Session:
         while left := [case for case in cases if case.name not in found]:
             together = [case for case in left if case.sanitized == left[0].sanitized]
             why_not = f"the {self.seconds:g} s of this part were over" if time.monotonic() >= deadline else ""
-            if failures == ATTEMPTS:
-                why_not = f"{ATTEMPTS} cases before it have ended their ranks"
+            if failures == _ATTEMPTS:
+                why_not = f"{_ATTEMPTS} cases before it have ended their ranks"
             if why_not:
                 for case in left:
                     found[case.name] = [skipped(part, case.name, f"not run: {why_not}")]
@@ -152,7 +152,7 @@ class Session:
             job = {"part": cases[0].part, "names": [case.name for case in cases], "seconds": self.seconds}
             (folder / JOB).write_text(json.dumps({**job, "setting": dataclasses.asdict(self.setting)}))
             timed_out = self._wait_for_ranks(folder, cases, deadline)
-            notes = [line for file in sorted(folder.glob(f"{NOTES}-*.jsonl")) for line in read_notes(file)]
+            notes = [line for file in sorted(folder.glob(f"{NOTES}-*.jsonl")) for line in _read_notes(file)]
             self.environment = next((n["environment"] for n in notes if "environment" in n), {}) or self.environment
             found = {n["ended"]: [Result(**each) for each in n["results"]] for n in notes if "ended" in n}
             failed = next((case for case in cases if case.name not in found), None)
@@ -197,7 +197,7 @@ class Session:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)
                 running = process.poll() is None
-                ended = [n["ended"] for n in read_notes(folder / f"{NOTES}-0.jsonl") if "ended" in n]
+                ended = [n["ended"] for n in _read_notes(folder / f"{NOTES}-0.jsonl") if "ended" in n]
                 for name in ended[seen:]:
                     self.advance(by_name[name])
                 seen = len(ended)
@@ -234,7 +234,7 @@ def _exit_of(folder: Path) -> str:
     return (folder / EXIT).read_text()
 
 
-def read_notes(file: Path) -> list[dict[str, Any]]:
+def _read_notes(file: Path) -> list[dict[str, Any]]:
     """Return the notes of a rank so far. A line that is being written is left for the next time."""
     if not file.exists():
         return []

@@ -30,7 +30,7 @@ from .ranks import PATIENCE, Ranks
 from .results import Result, within
 
 OURS = "torch_shard"
-LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative, where the timed turns begin
+_LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative, where the timed turns begin
 
 # The first whose training state fits is taken. They have about 1.3, 0.35 and 0.12 billion parameters.
 _GPU_SIZES = (
@@ -221,7 +221,7 @@ def _same_work(
 ) -> Result:
     """Return a result that passes if the losses say that all runners do the same work. Speed itself is not judged."""
     expected = statistics.median(each.loss for each in runners)
-    tolerance = LOSS_TOLERANCE[low or torch.float32] * expected
+    tolerance = _LOSS_TOLERANCE[low or torch.float32] * expected
     return within(case.part, f"{case.name}: {runner.name}", runner.loss, expected, tolerance, "loss", **figures)
 
 

@@ -36,8 +36,8 @@ from ...errors import CheckpointError
 from ...versions import __version__
 
 MANIFEST = "manifest.json"
-FORMAT = "torch-shard checkpoint"
-VERSION = 1
+_FORMAT = "torch-shard checkpoint"
+_VERSION = 1
 SAVE_ID = "torch-shard-"
 """How the id begins that manifest and DCP's metadata share."""
 
@@ -102,8 +102,8 @@ class Manifest:
     torch: str = torch.__version__
     torch_shard: str = __version__
     saved_at: float = field(default_factory=time.time)
-    format: str = FORMAT
-    version: int = VERSION
+    format: str = _FORMAT
+    version: int = _VERSION
 
     def to_text(self) -> str:
         # Not dataclasses.asdict, which copies everything once more.
@@ -155,10 +155,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     try:
         outer = json.loads(raw)
         inner = outer["manifest"]
-        if inner["format"] != FORMAT:
+        if inner["format"] != _FORMAT:
             raise ValueError(f"its format is {inner['format']!r}")
         version, by = int(inner["version"]), inner.get("torch_shard", "?")
-        if version <= VERSION:
+        if version <= _VERSION:
             return _manifest_of(raw, outer["crc32"], inner)
     except Exception as error:
         raise CheckpointError(
@@ -166,7 +166,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         ) from error
     raise CheckpointError(
         f"{path} has format version {version}, written by torch-shard-engine {by}; this is {__version__}, which reads up to "
-        f"version {VERSION}. Upgrade torch-shard-engine."
+        f"version {_VERSION}. Upgrade torch-shard-engine."
     )
 
 

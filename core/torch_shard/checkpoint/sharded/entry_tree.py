@@ -221,7 +221,7 @@ def _below(tree: dict[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
     return tree
 
 
-def split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
+def _split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
     """Split a text into a parameter's name and the path behind it."""
     for wrapper in WRAPPERS:
         bare = text[len(wrapper) :]
@@ -343,7 +343,7 @@ def optimizer_of(tree: dict[Any, Any], names: Container[str]) -> SavedOptimizer:
         kind, _, rest = str(key).partition(".")
         if key == "state" and isinstance(value, dict):
             for name, own in value.items():
-                parameter, path = split_name(str(name), names)
+                parameter, path = _split_name(str(name), names)
                 if isinstance(own, dict):
                     found.state[str(name)] = own
                 elif parameter in names:
@@ -359,7 +359,7 @@ def optimizer_of(tree: dict[Any, Any], names: Container[str]) -> SavedOptimizer:
             if kind == "param_groups" and number.isdecimal() and number not in names:
                 place(by_number.setdefault(number, {}), tuple(setting.split(".")), value)
                 continue
-            parameter, path = split_name(rest, names)
+            parameter, path = _split_name(rest, names)
             place((found.state if kind == "state" else found.of_parameter).setdefault(parameter, {}), path, value)
     found.groups += [by_number[number] for number in sorted(by_number, key=int)]
     return found

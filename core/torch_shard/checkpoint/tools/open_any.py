@@ -82,7 +82,7 @@ def _sharded(checkpoint: Checkpoint) -> Opened:
         folder,
         SHARDED if manifest is not None else DCP,
         tree,
-        sizes_of(folder),
+        _sizes_of(folder),
         manifest,
         manifest.module_versions.get(MODEL, {}) if manifest is not None else {},
         manifest.saved_at if manifest is not None else (folder / METADATA).stat().st_mtime,
@@ -94,7 +94,7 @@ def _rest(path: Path) -> Any:
     return _stored_values(open_full(path))
 
 
-def sizes_of(folder: Path) -> dict[str, int]:
+def _sizes_of(folder: Path) -> dict[str, int]:
     """Return the sizes of the files in a directory, by name."""
     return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
 
