@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import logging
 import socket
 import threading
 import time
@@ -207,7 +206,7 @@ class Service:
             with torch.inference_mode(False), torch.no_grad():
                 shard = source.shard_to_send(ShardPart(**request["part"]), reader.before)
         except Exception as error:  # the reader must hear of it, and this thread must not end
-            logger.log(logging.DEBUG, "rank %d can't serve a read: %s", self.rank, error)
+            logger.debug("rank %d can't serve a read: %s", self.rank, error)
             known = isinstance(error, ShardError)
             wire.send(link, {"error": str(error) if known else f"{type(error).__name__}: {error}"})
             return
