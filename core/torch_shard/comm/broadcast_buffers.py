@@ -24,14 +24,14 @@ def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coale
     for tensor in tensors:
         if tensor.numel() and tensor.device.type != "meta":
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    device, found = collectives.device, []
+    device, coalesced = collectives.device, []
     for group in by_dtype.values():
-        alone = len(group) == 1 and group[0].is_contiguous() and group[0].device == device
+        in_place = len(group) == 1 and group[0].is_contiguous() and group[0].device == device
         # `.data` bypasses the version counters. As under DDP, a graph that has saved a buffer stays usable (say the loss of two
         # forwards through running statistics).
-        flat = group[0].data.view(-1) if alone else torch.cat([t.data.reshape(-1).to(device) for t in group])
-        found.append((group, flat, alone))
-    return found
+        flat = group[0].data.view(-1) if in_place else torch.cat([t.data.reshape(-1).to(device) for t in group])
+        coalesced.append((group, flat, in_place))
+    return coalesced
 
 
 def broadcast_coalesced(

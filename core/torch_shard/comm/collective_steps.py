@@ -42,11 +42,11 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
     error: Exception | None = None
     result: Any = None
     barrier = heartbeat_barrier(port, nonce)
-    own: Any = None
+    own_key: Any = None
     try:
         with _at_work(barrier), port.operations.unnoted():
             result = function()
-        own = key(result) if callable(key) else key
+        own_key = key(result) if callable(key) else key
     except OSError as problem:
         error = CheckpointError(
             f"rank {port.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
@@ -55,7 +55,7 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
     except Exception as problem:
         error = problem
     try:
-        agree(port, what, own, error)
+        agree(port, what, own_key, error)
     finally:
         if barrier is not None:  # every rank has read the messages of all others
             barrier.forget()

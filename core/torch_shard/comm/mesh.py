@@ -97,12 +97,12 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
                 "shard over all data-parallel ranks (strategy='full_shard'), or leave them unsharded ('no_shard')."
             )
         topology = topology.within(parallel_groups, dist.get_process_group_ranks(group))
-    size = None if topology.world == 1 else config.reshard_after_forward
-    if size is not None and topology.size % size:
+    secondary_size = None if topology.world == 1 else config.reshard_after_forward
+    if secondary_size is not None and topology.size % secondary_size:
         raise ConfigError(
-            f"reshard_after_forward is {size}, which does not divide the {topology.size} ranks of a replica."
+            f"reshard_after_forward is {secondary_size}, which does not divide the {topology.size} ranks of a replica."
         )
-    return Mesh(group, device, topology, None if size == topology.size else size)
+    return Mesh(group, device, topology, None if secondary_size == topology.size else secondary_size)
 
 
 # -- the ranks ----------------------------------------------------------------------------------------------------------

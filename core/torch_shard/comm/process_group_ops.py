@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..utils.autograd_private import outside_saved_tensors_hooks as _begun
+from ..utils.autograd_private import outside_saved_tensors_hooks
 from ..versions import at_least
 from .work import Works
 
@@ -58,7 +58,7 @@ def _real(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: bool = False) -> Any:
     """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    return _begun(getattr(group, _ALL_GATHER), *_real(output, sent), options)
+    return outside_saved_tensors_hooks(getattr(group, _ALL_GATHER), *_real(output, sent), options)
 
 
 def all_gather_coalesced(
@@ -68,13 +68,16 @@ def all_gather_coalesced(
     options = _options("AllgatherOptions", on_stream=on_stream)
     operation = getattr(group, _ALL_GATHER_COALESCED)
     pairs = [_real(*pair) for pair in zip(outputs, sent, strict=True)]
-    return _begun(operation, [output for output, _ in pairs], [shard for _, shard in pairs], options)
+    return outside_saved_tensors_hooks(
+        operation, [output for output, _ in pairs], [shard for _, shard in pairs], options
+    )
 
 
 def broadcast_each(group: Any, slots: Sequence[torch.Tensor]) -> Works:
     """Overwrite each of `slots`, one for each rank, with the tensor of that rank."""
     works = [
-        _begun(group.broadcast, list(_real(slot)), _options("BroadcastOptions", i)) for i, slot in enumerate(slots)
+        outside_saved_tensors_hooks(group.broadcast, list(_real(slot)), _options("BroadcastOptions", i))
+        for i, slot in enumerate(slots)
     ]
     return Works(works)
 
@@ -84,7 +87,7 @@ def reduce_scatter(
 ) -> Any:
     """Fill `output` with this rank's shard of the sum or the `mean` of all `sent`. Both tensors must be contiguous."""
     options = _options("ReduceScatterOptions", on_stream=on_stream, mean=mean)
-    return _begun(getattr(group, _REDUCE_SCATTER), *_real(output, sent), options)
+    return outside_saved_tensors_hooks(getattr(group, _REDUCE_SCATTER), *_real(output, sent), options)
 
 
 def all_to_all(
@@ -99,10 +102,10 @@ def all_to_all(
     `sizes` are those of the parts received and of the parts sent, by rank; equal ones by default.
     """
     options = _options("AllToAllOptions", on_stream=on_stream)
-    return _begun(getattr(group, _ALL_TO_ALL), *_real(output, sent), *sizes, options)
+    return outside_saved_tensors_hooks(getattr(group, _ALL_TO_ALL), *_real(output, sent), *sizes, options)
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, on_stream: bool = False, mean: bool = False) -> Any:
     """Replace `tensor` with the sum or the `mean` of all ranks' tensors."""
     options = _options("AllreduceOptions", on_stream=on_stream, mean=mean)
-    return _begun(group.allreduce, list(_real(tensor)), options)
+    return outside_saved_tensors_hooks(group.allreduce, list(_real(tensor)), options)

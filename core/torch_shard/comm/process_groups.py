@@ -121,9 +121,9 @@ class ProcessGroups:
     def new_group(self, name: str, members: Sequence[int], backend: str | None) -> Any:
         """Make a process group of `members`, numbers of its ranks in :attr:`ranks`. Collective over them only."""
         ranks = [self.ranks[member] for member in members]
-        alone = bool(self.key) and len(ranks) < dist.get_world_size()
-        with _made_by_its_members(f"{self.key}/{name}/{members[0]}") if alone else contextlib.nullcontext():
-            return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=alone)
+        members_only = bool(self.key) and len(ranks) < dist.get_world_size()
+        with _made_by_its_members(f"{self.key}/{name}/{members[0]}") if members_only else contextlib.nullcontext():
+            return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=members_only)
 
     def streams_on(self, device: torch.device) -> tuple[Any, Any, Any]:
         """Return the streams for gathers, for reductions, and for all-reduces between replicas, on an accelerator.

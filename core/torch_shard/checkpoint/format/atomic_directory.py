@@ -264,7 +264,7 @@ def find(path: str | os.PathLike[str]) -> Path:
 # -- retention --------------------------------------------------------------------------------------------------------
 
 
-def pattern(name: str) -> re.Pattern[str] | None:
+def sibling_pattern(name: str) -> re.Pattern[str] | None:
     """Return a pattern of the names of a checkpoint's siblings; None for a name without a number.
 
     Siblings' names differ in their last number alone, since other numbers may tell models and runs apart.
@@ -276,9 +276,9 @@ def pattern(name: str) -> re.Pattern[str] | None:
 def prune(target: Path, keep: int) -> None:
     """Delete the oldest siblings of a checkpoint that is complete, so that `keep` checkpoints remain with it.
 
-    A sibling is a directory that has a manifest, and whose name matches :func:`pattern` of the target's name.
+    A sibling is a directory that has a manifest, and whose name matches the :func:`sibling_pattern` of the target's name.
     """
-    alike = pattern(target.name)
+    alike = sibling_pattern(target.name)
     siblings: list[tuple[float, Path]] = []
     for path in target.parent.iterdir():
         if alike is None or not alike.fullmatch(path.name) or path.is_symlink() or path == target:

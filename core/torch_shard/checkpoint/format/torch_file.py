@@ -234,7 +234,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)
         self.numbers: dict[Slot, int] = {}
         self.real: list[tuple[Slot, torch.Tensor]] = []
-        self._same: dict[Any, Slot] = {}
+        self._slot_of_memory: dict[Any, Slot] = {}
         self._trial = trial
         self.dump(structure)
         self.content = file.getvalue()
@@ -257,9 +257,9 @@ class _Pickler(pickle.Pickler):
     def _slot_of(self, tensor: torch.Tensor) -> Slot:
         """Return a slot for a real tensor; tensors that share their memory share a slot."""
         key = memory_key(tensor)
-        found = self._same.get(key) if tensor.numel() else None
+        found = self._slot_of_memory.get(key) if tensor.numel() else None
         if found is None:
-            found = self._same[key] = Slot(tensor.shape, tensor.dtype)
+            found = self._slot_of_memory[key] = Slot(tensor.shape, tensor.dtype)
             self.real.append((found, tensor.detach()))
         return found
 

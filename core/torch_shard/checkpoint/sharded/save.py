@@ -24,7 +24,7 @@ from ...runtime.runtime import Runtime
 from ...shard_tensor.tensor import ShardTensor
 from ...state import model_state
 from ...utils.patterns import without_wrappers
-from ..format.atomic_directory import Saving, check_shared, commit, hidden, pattern, prune, target_of
+from ..format.atomic_directory import Saving, check_shared, commit, hidden, prune, sibling_pattern, target_of
 from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from ..ports import EnginePort
@@ -180,7 +180,7 @@ class _Save:
     def begin(self) -> None:
         """Make the directory, on rank 0."""
         if self.rank == 0:
-            siblings = None if self.keep is None else pattern(self.target.name)
+            siblings = None if self.keep is None else sibling_pattern(self.target.name)
             self.saving = Saving.begin(self.target, self.nonce, siblings=siblings)
 
     def stage(self, staging: SnapshotMemory) -> None:
@@ -300,7 +300,7 @@ def _target(path: str | os.PathLike[str], keep: int | None) -> Path:
     if keep is not None:
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise ConfigError(f"keep must be a number of checkpoints, at least 1, not {keep!r}.")
-        if pattern(target.name) is None:
+        if sibling_pattern(target.name) is None:
             raise ConfigError(
                 f"keep: {target.name!r} has no number, so that no other checkpoint is its sibling; use step-100 or so."
             )

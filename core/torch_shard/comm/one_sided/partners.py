@@ -82,7 +82,7 @@ class Partners:
         Raises:
             MissingRankError: it does not answer.
         """
-        with self._of(rank) as link:
+        with self._link_to(rank) as link:
             wire.send(link, question)
             return wire.receive(link)
 
@@ -92,7 +92,7 @@ class Partners:
         Raises:
             MissingRankError: it can't be reached.
         """
-        with self._of(rank) as link:
+        with self._link_to(rank) as link:
             wire.send(link, message)
 
     def line_of(self, rank: int) -> str:
@@ -103,7 +103,7 @@ class Partners:
         return ""
 
     @contextlib.contextmanager
-    def _of(self, rank: int) -> Iterator[socket.socket]:
+    def _link_to(self, rank: int) -> Iterator[socket.socket]:
         link = self._links.get(rank)
         try:
             if link is None:
@@ -166,7 +166,7 @@ class Partners:
                     self.tell(rank, ask="dismiss", reader=reader)
 
     def _receive(self, rank: int) -> dict[str, Any]:
-        with self._of(rank) as link:
+        with self._link_to(rank) as link:
             link.settimeout(2 * self.seconds)  # the partner itself waits for at most `seconds`
             return wire.receive(link)
 
@@ -218,7 +218,7 @@ class Reading:
             for rank, _, part in others:  # all of them prepare at the same time
                 partners.tell(rank, ask="shard", reader=self._reader, part=asdict(part))
             for rank, slot, _ in others:
-                with partners._of(rank) as link:
+                with partners._link_to(rank) as link:
                     self._fill(link, slot, rank)
         except BaseException:
             partners.close()  # or later answers would be taken for those of other questions

@@ -150,9 +150,9 @@ class Service:
     ) -> None:
         kind = request["ask"]
         if kind == "whereabouts":
-            for_it = self._waits_for(partner, request["issued"])
+            for_partner = self._waits_for(partner, request["issued"])
             state, place = self._whereabouts(
-                request["comparison"], request["insist"], request["sure"], request["place"], for_it
+                request["comparison"], request["insist"], request["sure"], request["place"], for_partner
             )
             wire.send(link, {"state": state, "place": place})
         elif kind == "admit":
@@ -218,13 +218,13 @@ class Service:
         name, members, number = self.collective or ("", (), 0)
         return partner in members and issued.get(name, 0) < number
 
-    def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str, for_it: bool) -> tuple[str, str]:
+    def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str, for_partner: bool) -> tuple[str, str]:
         """Return what the main thread does, for a partner that waits in a comparison, and where it waits.
 
         "here": it has issued that comparison. "away": it has not, and this rank promises to say, when it comes there, that the
         partner has gone on alone. It promises where the partner insists, where the main thread still waits in the place where
-        the partner has `seen` it, or `for_it`, in a collective, and where its script has ended. "waiting": it waits for
-        something else. "busy": it computes.
+        the partner has `seen` it, or waits `for_partner` in a collective, and where its script has ended. "waiting": it waits
+        for something else. "busy": it computes.
 
         If the partner has to be `sure`, a wait for another rank in one of the engine's collectives is none in which the main
         thread will stay.
@@ -236,7 +236,7 @@ class Service:
             if self.issued >= comparison:
                 return "here", ""
             waits = bool(place) and place == seen
-            if insist or waits or for_it or self._ended.is_set() or (self.promised >= comparison and not sure):
+            if insist or waits or for_partner or self._ended.is_set() or (self.promised >= comparison and not sure):
                 self.promised = max(self.promised, comparison)
                 return "away", ""
         return ("waiting", place) if place else ("busy", "")

@@ -107,8 +107,8 @@ class HostUnits:
             torch.autograd.graph.increment_version([p for runs in step.all_runs for p in runs.stepped])
         step.announced = True
         host, arriving = flat.host.host, flat.gradients.host.pending_writes.works
-        behind = functools.partial(_run_after, host, arriving, task, step, type(optimizer).__qualname__)
-        work = host.thread.do(behind, self._together)
+        after_gradients = functools.partial(_run_after, host, arriving, task, step, type(optimizer).__qualname__)
+        work = host.thread.do(after_gradients, self._together)
         _note_pending_writes(flat, step)
         flat.gradients.host.pending_writes.begin(work, _gradients(flat))
         flat.host.pending_writes.begin(
@@ -156,8 +156,8 @@ class HostUnits:
         kept: dict[int, torch.Tensor] = {}
         for value in (value for runs in step.all_runs for value in runs.elements):
             local = value._local
-            flat_of = value._shard_state.flat
-            base = local if flat_of is None else flat_of  # state from elsewhere lies by itself
+            flat_state = value._shard_state.flat
+            base = local if flat_state is None else flat_state  # state from elsewhere lies by itself
             if not any(base is one for one in known) and id(base) not in kept:
                 kept[id(base)] = disk.allocate(f"state {value._spec.name}", base.numel(), base.dtype).copy_(base)
             else:

@@ -66,13 +66,20 @@ class Exchange:
     """A message to each rank and one from each, in flight. Collective."""
 
     def __init__(
-        self, c: Collectives, spares: Spares, chunks: Sequence[torch.Tensor], to: list[int], come: list[int], what: str
+        self,
+        c: Collectives,
+        spares: Spares,
+        chunks: Sequence[torch.Tensor],
+        sent_sizes: list[int],
+        received_sizes: list[int],
+        what: str,
     ) -> None:
+        """Send the bytes of `chunks`. The sizes are those of the messages to each rank and from each, by rank."""
         self._spares = spares
-        self._sent, self._received = spares.take(sum(to)), spares.take(sum(come))
+        self._sent, self._received = spares.take(sum(sent_sizes)), spares.take(sum(received_sizes))
         if chunks:
             torch.cat(list(chunks), out=self._sent)
-        self._pending: Pending = c.all_to_all(self._received, self._sent, come, to, what)
+        self._pending: Pending = c.all_to_all(self._received, self._sent, received_sizes, sent_sizes, what)
 
     def finish(self) -> torch.Tensor:
         """Wait, and return what the ranks have sent, one after the other. :meth:`end` gives its memory back."""
