@@ -9,10 +9,7 @@ import torch
 from .collectives import Collectives
 
 Coalesced = list[tuple[list[torch.Tensor], torch.Tensor, bool]]
-"""For each dtype its tensors, the flat tensor that is sent for them, and if this is a view of the memory of a single tensor.
-
-Otherwise the flat tensor is a copy.
-"""
+"""For each dtype: its tensors, the flat tensor that is sent for them, and True if that is a view of a single tensor (no copy)."""
 
 
 def coalesce(collectives: Collectives, tensors: Iterable[torch.Tensor]) -> Coalesced:

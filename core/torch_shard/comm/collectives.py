@@ -126,7 +126,7 @@ class Collectives:
         self.knows_references = (
             self.counts_references and self.device.type == "cpu" and self.backend in ("gloo", "fake")
         )
-        # The backend can divide a sum by the number of ranks, and fill several buffers by one gather.
+        # True if the backend can divide a sum by the number of ranks, and fill several buffers by one gather.
         self.averages = self.coalesces = like_nccl(self.backend)
         # Gloo does not know every dtype.
         self._sends_bytes = self.backend == "gloo" and self.device.type == "cpu"
@@ -139,7 +139,7 @@ class Collectives:
 
     @property
     def service(self) -> Service | None:
-        """What hands out this rank's shards to ranks that read alone; None where there is nobody."""
+        """The service that hands out this rank's shards to ranks that read alone; None if there is no other rank."""
         return None if self.gather_channel is None else self.gather_channel.groups.comparisons.service
 
     @property
@@ -179,15 +179,15 @@ class Collectives:
     def _start(
         self, channel: Channel, what: str, stream: Any, buffers: Any, operation: Callable[..., Any], *args: Any
     ) -> Pending:
-        """Start a collective on the group of `channel`, and return what waits for it.
+        """Start a collective on the group of `channel`, and return the collective in flight.
 
         Args:
-            channel: counts the collective.
+            channel: the channel, which counts the collective.
             what: the name of the operation, for error messages.
-            stream: the stream on which it runs, the current one; None on the CPU.
-            buffers: what it reads and writes.
+            stream: the current stream, on which the collective runs; None on the CPU.
+            buffers: the tensors that it reads and writes.
             operation: a function of :mod:`.process_group_ops`.
-            args: its arguments behind the group.
+            args: the arguments of `operation` after the group.
 
         Raises:
             DivergenceError: see :meth:`.work.Channel.count`.
@@ -298,7 +298,7 @@ class Collectives:
 
     @property
     def in_one_order(self) -> bool:
-        """Return True if gathers and reductions share a communicator, so that all ranks must issue both in one order."""
+        """True if gathers and reductions share a communicator, so that all ranks must issue both in one order."""
         return (
             self.gather_channel is not None
             and self.reduce_channel is not None
@@ -364,12 +364,12 @@ class Collectives:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
         assert self.replica_channel is not None
         self.send_waiting()
-        with self._on(self.replica_stream):  # behind the reduction within the replica
+        with self._on(self.replica_stream):  # after the reduction within the replica
             return self.all_reduce(self.replica_channel, own, what, self.replica_stream, mean)
 
     @staticmethod
     def followed(first: Pending, second: Pending) -> Pending:
-        """Return `second`, which is ordered behind `first`, so that waiting for it releases the buffers of both."""
+        """Return `second`, which runs after `first` on the device, so that waiting for it releases the buffers of both."""
         written = second.channel.groups.buffers
         written[second.work] = (written.pop(first.work, None), written[second.work])
         return second

@@ -33,12 +33,14 @@ class CommHook:
     def start(
         self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype, narrow: bool = False
     ) -> Reduction:
-        """Call the hook with this rank's own gradients of a unit, and return the reduction, which has ended but for replicas.
+        """Call the hook with this rank's own gradients of a unit, and return the reduction.
+
+        All of it has ended except for the all-reduce between replicas.
 
         Args:
             collectives: the collectives of the engine.
             grad: 1-D, not divided by the number of ranks. The hook may overwrite it.
-            dtype, narrow: the arguments with which `finish` will be called.
+            dtype, narrow: the arguments with which :meth:`.Reduction.finish` will be called.
         """
         c = collectives
         with torch.no_grad(), c.reducing():

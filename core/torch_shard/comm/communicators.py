@@ -49,7 +49,8 @@ def connect(mesh: Mesh, config: ShardConfig) -> Collectives:
     # communicator each, unless `single_communicator` is set because two cannot be had. The user's own group is not used: a
     # gather that is left without its partner must not make that group unusable.
     all_ranks = range(topology.world)
-    # They carry the device's tensors alone: with the user's backends each would connect all hosts with all others, too.
+    # Gathers and reductions send the device's tensors only. With all backends of the user's group, each of these groups would
+    # connect all hosts with all others, too.
     own = backend if watchdog.on_streams else None
     gather = watchdog.add(Channel("all-gather", groups, all_ranks, backend=own))
     reduce = watchdog.add(Channel("reduce", groups, all_ranks, "", own, gather if single_communicator else None))
@@ -118,7 +119,7 @@ def _divide(
     scalar_backends: str | None,
     secondary_size: int | None,
 ) -> None:
-    """Make the channels and communicators that have not all ranks, and put them into `c`. Collective."""
+    """Make the channels and communicators that do not have all ranks, and put them into `c`. Collective."""
     topology, rank = c.topology, c.world_rank
     if topology not in groups.topologies:
         groups.topologies.append(topology)

@@ -35,20 +35,23 @@ class Purpose(enum.IntEnum):
     """What a rank comes to a comparison for. Each has a flag in the message."""
 
     READS = 1
-    """It reads the model, and reads alone where others do something else, or are late."""
+    """The rank reads the model, and reads alone where others do something else, or are late."""
     RECORDS = 2
-    """It reads the model for a graph, whose backward is an error where it reads alone: so only where the others surely do
-    something else, and never because they are late."""
+    """The rank reads the model for a graph.
+
+    If it reads alone, the graph's backward is an error. So it does only where the others surely do something else, and never
+    because they are late.
+    """
     WORKS = 3
-    """It does what concerns all ranks."""
+    """The rank does what concerns all ranks."""
 
 
 LEFT = 0
-"""The flag that a rank reads alone, which has left this comparison."""
+"""The flag of a comparison that some rank has left to read alone."""
 FLAGS = 4
-"""The bytes of a message that belong to this module, behind the hash."""
+"""The bytes of a message that belong to this module, after the hashes."""
 
-_SOON = 0.003  # seconds in which partners come that do the same
+_SOON = 0.003  # seconds within which partners that do the same usually come
 _LOOK = 0.02  # seconds between two looks at a partner that has not come
 
 
@@ -90,10 +93,10 @@ class Comparisons:
         """Replace `message`, uint8, by its maximum over all ranks. Collective, unless this returns False.
 
         Args:
-            watchdog: of the engine.
+            watchdog: the watchdog of the engine.
             message: the message.
             flags: the part of `message` that belongs to this module.
-            what: the operation, for messages.
+            what: the name of the operation, for error messages.
             purpose: what this rank comes for.
             alone_after: seconds after which a rank that :attr:`Purpose.READS` does not wait for a partner that computes.
 
@@ -216,7 +219,7 @@ class Comparisons:
         if not owed:
             return
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(MissingRankError):  # who is gone does not come
+        with contextlib.suppress(MissingRankError):  # a rank that is gone does not come
             for rank in range(len(self.partners)):
                 place = ""
                 while rank != self.partners.rank and time.monotonic() < deadline:
@@ -250,7 +253,7 @@ class Comparisons:
             late = (not sure and time.monotonic() > begin + alone_after) or self._error is not None
             for rank in list(missing):
                 place = places.get(rank, "")
-                # It does not come, either, while it waits for a change that this rank makes only behind this read.
+                # A rank does not come, either, while it waits for a change that this rank makes only after this read.
                 insist = late or rank in self.service.awaited
                 known = {"insist": insist, "sure": sure, "place": place, "issued": pending.channel.groups.issued}
                 answer = self.partners.ask(rank, ask="whereabouts", comparison=pending.number, **known)

@@ -1,4 +1,4 @@
-"""A communication hook that sends gradients in 16 bits, as those of DistributedDataParallel do that compress."""
+"""A communication hook that sends gradients in 16 bits, like the hooks of DistributedDataParallel that compress."""
 
 from __future__ import annotations
 

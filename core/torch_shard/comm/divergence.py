@@ -33,6 +33,12 @@ _MASK = (1 << 61) - 1
 _HASHES = 40  # bytes of a message before the flags of `comparisons`
 _HEAD = _HASHES + FLAGS
 
+# Beginnings of noted operations, and the name of a check, which decide the advice in an error.
+_BATCH = "computes with "
+_OF_THE_MODEL = ("gathers ", "begins ", "broadcasts ", CHANGED, "nothing more ", "has mixed ", _BATCH)
+_FORWARD = "the start of a forward"
+LOADS = "loads a state dict into "
+
 
 class OperationSequence:
     """The sequence of one engine's operations on this rank, which is compared with the sequences of the other ranks."""
@@ -40,7 +46,7 @@ class OperationSequence:
     def __init__(self, collectives: Collectives, engine_order: EngineOrder) -> None:
         self.collectives, self.engine_order = collectives, engine_order
         self.model = ""  # the name of this engine among the engines over the same process groups
-        self.number = 0  # made of the name
+        self.number = 0  # a checksum of the name
         self.hash = 0
         self.history: list[str] = []
         self.batch = ""  # set by a front end: whether the forwards that begin now run on this rank's last batch
@@ -288,7 +294,7 @@ class _Meeting:
         """Take the present state of `sequence`; `before` is its hash before the operation. The others are those of ``meet``."""
         self.what, self.purpose, self.alone_after = what, purpose, alone_after
         self.history, self.noted = sequence.history, len(sequence.history)
-        self.line = ""  # of the user's code, where that goes on meanwhile
+        self.line = ""  # the line of the user's code at which the comparison began, if that code goes on meanwhile
         self._payload = payload
         self._width = sequence.engine_order.width
         number = sequence.number * 0x9E3779B97F4A7C15
@@ -317,16 +323,9 @@ def _equal(reduced: list[int]) -> bool:
 
 
 def _may_record_alone(message: list[int]) -> bool:
-    """Return True if ranks that read for a graph surely have others who do something else: who work, or read another model.
+    """Return True if ranks that read for a graph may read alone: some others surely work, or read another model.
 
-    Where some only read, these go first, and all compare once more.
+    If some ranks only read, they go first, and all compare once more.
     """
     left, reads, records, works = message[_HASHES:_HEAD]
     return bool(records and not (left or reads) and (works or not _equal(message[32:_HASHES])))
-
-
-# Beginnings of noted operations, and the name of a check, which decide the advice in an error.
-_BATCH = "computes with "
-_OF_THE_MODEL = ("gathers ", "begins ", "broadcasts ", CHANGED, "nothing more ", "has mixed ", _BATCH)
-_FORWARD = "the start of a forward"
-LOADS = "loads a state dict into "

@@ -30,8 +30,8 @@ class HeartbeatBarrier:
 
     def __init__(self, store: Any, key: str, rank: int, world: int, timeout: float) -> None:
         self._store, self._key, self.rank, self.world, self.timeout = store, key, rank, world, timeout
-        self._keys: list[str] = []  # of this rank in the store
-        self._names: list[str] = []  # of the messages that this rank has left
+        self._keys: list[str] = []  # the keys that this rank has set in the store
+        self._names: list[str] = []  # the names of the messages that this rank has left
 
     @contextlib.contextmanager
     def heartbeat(self) -> Iterator[None]:

@@ -26,9 +26,9 @@ class EngineOrder:
         self._running: dict[int, int] = {}  # by the id of a runtime, the graph task with which its backward ends
         # By graph task: the runtimes that have ended and wait for the task's other runtimes.
         self._ended: dict[int, list[Any]] = {}
-        self._several = False
-        self._issued: dict[str, int] = {}
-        self._engines = 0
+        self._several = False  # True once several backwards run at one time
+        self._issued: dict[str, int] = {}  # by kind of collective, a running hash of those issued in these backwards
+        self._engines = 0  # the number of engines that were given a name
         self._copies: Counter[tuple[str, str]] = Counter()
         self._engines_here: weakref.WeakSet[Any] = weakref.WeakSet()  # the runtimes of the engines
         self.width = 0  # bytes of the largest engine's message at the end of a backward

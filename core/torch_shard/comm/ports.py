@@ -33,7 +33,7 @@ class ModelPort(Protocol):
         sure: bool = False,
         alone: bool = True,
     ) -> torch.Tensor | None:
-        """Compare the ranks' sequences before an operation that only reads; None if this rank reads alone. Collective."""
+        """Compare the ranks' sequences before an operation that only reads; return None if this rank reads alone. Collective."""
 
 
 class ShardSource(Protocol):
@@ -44,10 +44,10 @@ class ShardSource(Protocol):
         """The version of the shards."""
 
     def met(self) -> None:
-        """Note that all ranks have come to a collective: what this rank has dropped before it, nobody reads any more."""
+        """Note that all ranks have come to a collective, so that nobody reads any more what this rank has dropped before it."""
 
     def shard_to_send(self, part: ShardPart, before: bool) -> torch.Tensor:
         """Return this rank's shard of a flat buffer or of optimizer state, or a part of it: contiguous, on the CPU.
 
-        `before`: as it was before the edits that may be taken back.
+        With `before`, return it as it was before the edits that may be taken back.
         """

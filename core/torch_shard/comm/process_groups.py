@@ -37,7 +37,7 @@ from .work import default_store
 _DEFAULT_TIMEOUT = 1800.0  # seconds
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # which can't follow the group, in a compiled step of Lightning's
+@torch._disable_dynamo  # type: ignore[attr-defined]  # it can't follow the group in a compiled step of Lightning
 def group_timeout(device: torch.device) -> float:
     """Return the seconds that collectives on `device` wait in the default process group.
 

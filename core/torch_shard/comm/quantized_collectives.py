@@ -45,7 +45,7 @@ class QuantizedGather:
 
     @property
     def event(self) -> Any:
-        """The event behind the decoding; None on the CPU."""
+        """The event after the decoding; None on the CPU."""
         return self._pending.event
 
     def wait_at_most(self, seconds: float) -> bool:

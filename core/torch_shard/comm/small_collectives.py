@@ -38,7 +38,7 @@ class ScalarComm:
     Attributes:
         watchdog: waits for the collectives.
         channel: the channel over the ranks of the communicator; None if this rank is alone in it, and nothing is sent.
-        over_replicas: the communicator over all replicas; None if this one is.
+        over_replicas: the communicator over all replicas; None if this one spans them.
         device: the device to which tensors are copied before they are sent (for shards in host memory); None for their own.
         unknown_step: the step that may be running.
         bytes_sent: bytes of tensors gathered for the user's code; small messages don't count.

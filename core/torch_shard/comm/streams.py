@@ -80,7 +80,7 @@ class Streams:
         """Make `stream` wait for the work that the other streams have been given so far."""
 
     def record(self, stream: Any = None, *, event: Any = None, sleeps: bool = False) -> Any:
-        """Return an event behind the work that `stream`, by default the current one, has been given so far.
+        """Return an event that passes when `stream`, by default the current one, has done the work it was given so far.
 
         Args:
             stream: the stream.

@@ -109,7 +109,7 @@ class Watchdog:
             self._write(["", 0, trouble, caller_line(), {}])
 
     def troubles(self) -> str:
-        """Return what other ranks have told, as sentences behind a space. Not collective."""
+        """Return what other ranks have told, as sentences that each begin with a space. Not collective."""
         try:
             posts = self._posts_in(Messages(default_store(), self.key))
         except (RuntimeError, ValueError):  # the rank that serves the store is gone, or the process group
@@ -261,9 +261,9 @@ class Watchdog:
         return [pickle.loads(found[rank]) if rank in found else None for rank in range(self.size)]
 
     def _outlast(self, read: Messages) -> None:
-        """Wait on the rank that may serve the store until all ranks have read, but not for long.
+        """Wait for a short time, on the rank that may serve the store, until all ranks have read.
 
-        An error follows, with which this process may end, and the others would find no store instead of that error.
+        An error follows, with which this process may end. The others would then find no store instead of that error.
         """
         deadline = time.monotonic() + min(self.timeout, LEAVES)
         while dist.get_rank() == 0 and read.announced() < self.size and time.monotonic() < deadline:

@@ -142,7 +142,7 @@ class Channel:
 
 
 class OnStream:
-    """A collective that runs on a stream of the engine's: what is asked of a backend's ``Work``, by the event behind it."""
+    """A collective on one of the engine's streams, with the methods of a backend's ``Work``, which ask the event after it."""
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -177,9 +177,9 @@ class Pending:
             channel: the channel, on which this is collective `number`.
             number: as :meth:`Channel.count` gives it.
             what: the name of the operation, for error messages.
-            work: the backend's, or an :class:`OnStream`; None if there is nothing to wait for.
+            work: the backend's ``Work``, or an :class:`OnStream`; None if there is nothing to wait for.
             event: on a device, recorded on the side stream after the collective.
-            streams: those of the device of the side stream.
+            streams: the streams of the side stream's device.
             ordered: on a device, every rank is known to have come, so that the streams alone wait and the host goes on.
         """
         self.watchdog, self.channel, self.number, self.what, self.work = watchdog, channel, number, what, work
@@ -258,10 +258,10 @@ def _ends(work: Any, within: timedelta) -> bool:
 
 def raise_if_lost(watchdog: Watchdog, channel: Channel, what: str, error: RuntimeError) -> None:
     """Raise a MissingRankError if `error` is a backend's that can't reach another rank, and tell the others; else return."""
-    reason = str(error).partition("\n")[0]  # NCCL's goes on with what each of its threads was doing
-    if isinstance(error, dist.DistBackendError):  # or the device, or the call, is wrong
+    reason = str(error).partition("\n")[0]  # NCCL's text goes on with what each of its threads was doing
+    if isinstance(error, dist.DistBackendError):  # which may also mean that the device, or the call, is wrong
         is_lost = "remote process" in reason
-    else:  # Gloo's have no class of their own; those of devices and memory have one
+    else:  # Gloo's errors have no class of their own; those of devices and memory do
         is_lost = type(error) is RuntimeError or isinstance(error, dist.DistError)
     if is_lost:
         failure = MissingRankError(

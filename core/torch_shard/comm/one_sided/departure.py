@@ -31,7 +31,10 @@ def stay_until_all_leave(service: Service, partners: Partners, seconds: float) -
 
 
 def _waits_in(partners: Partners, rank: int, issued: int) -> str | None:
-    """Return where `rank` waits in a collective behind the `issued` comparisons; "" if it does not, None if it is gone."""
+    """Return where `rank` waits in a collective to which this rank, after its `issued` comparisons, never comes.
+
+    The result is "" if `rank` waits in no such collective, and None if it is gone.
+    """
     try:
         answer = partners.ask(rank, ask="presence")
     except MissingRankError:

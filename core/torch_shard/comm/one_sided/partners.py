@@ -136,7 +136,7 @@ class Partners:
         No rank changes its shards meanwhile.
 
         Args:
-            members: ranks.
+            members: the ranks that hold the shards; this rank may be one of them.
             model: the model, in the version that this rank has.
             issued: the number of comparisons that this rank has issued.
 

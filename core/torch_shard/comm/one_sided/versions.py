@@ -93,7 +93,8 @@ class Versions:
     def begin_change(self, edits: bool = False) -> None:
         """Wait until nobody reads, and admit no reader from now on. Calls may be nested.
 
-        `edits`: what is changed will be noted in :attr:`edits`; readers of what was before may still come.
+        Args:
+            edits: True if the change will be noted in :attr:`edits`. Readers of the values before it may then still come.
 
         Raises:
             MissingRankError: a read has not ended within the time that process groups wait; nothing has changed.
@@ -121,7 +122,7 @@ class Versions:
 
     @contextmanager
     def change(self, edits: bool = False) -> Iterator[None]:
-        """Return a context in which the shards are changed. `edits`: see :meth:`begin_change`."""
+        """Return a context in which the shards are changed; `edits` is the argument of :meth:`begin_change`."""
         self.begin_change(edits)
         try:
             yield
@@ -132,7 +133,7 @@ class Versions:
             self.end_change()
 
     def pause_change(self) -> None:
-        """Admit readers although a change has begun: it waits for something. What it has changed so far is a version."""
+        """Admit readers although a change has begun, which now waits for something. What it has changed so far is a version."""
         if self._dirty:
             self._end()
             return

@@ -1,4 +1,4 @@
-"""Messages over a socket: a JSON object, and the bytes of a tensor behind it where the object says so."""
+"""Messages over a socket: a JSON object, followed by the bytes of a tensor where the object says so."""
 
 from __future__ import annotations
 
