@@ -16,7 +16,7 @@ from typing import Any
 
 
 def classes_of_data() -> list[Any]:
-    """Return these classes, for ``torch.serialization.safe_globals``."""
+    """Return the classes that only hold data, for ``torch.serialization.safe_globals``."""
     found: list[Any] = [
         argparse.Namespace,
         collections.defaultdict,

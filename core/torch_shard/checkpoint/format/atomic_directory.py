@@ -3,7 +3,7 @@
 Everything is written into ``.<name>.saving-<nonce>`` beside the target and made durable. Then the two directories change places
 in one step, and what was at the target is deleted under the hidden name::
 
-    step-100/                      the checkpoint of before      ->  the new one
+    step-100/                      the earlier checkpoint        ->  the new one
     .step-100.saving-0123abcd/     the new one, being written    ->  the old one, being deleted
 
 A process that is killed at any moment leaves the old checkpoint or the new one at the target, both complete, and a hidden
@@ -60,7 +60,7 @@ class Saving:
             target: the path that the checkpoint will have.
             nonce: sixteen hexadecimal digits, never used before.
             refuse: raises if what is at the target must not be replaced; by default if it is no checkpoint.
-            siblings: names of checkpoints in the same directory that no other save writes; see :func:`tidy`.
+            siblings: a pattern of names in the same directory to which no other save writes; see :func:`tidy`.
 
         Raises:
             CheckpointError: what is at the target would be lost.
@@ -137,13 +137,13 @@ def _refuse_to_replace(target: Path) -> None:
 
 
 def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None] | None = None) -> None:
-    """Put a durable directory in the target's place, in one step. What was there has the hidden name then.
+    """Put the hidden directory in the target's place, in one step. What was there then has the hidden name.
 
     Args:
-        saving: the directory.
-        target: its place.
-        take_along: called with the old directory and the new one, to put into the new one what is to stay; by default
-            everything beside weights, in a directory that is no sharded checkpoint.
+        saving: the hidden directory, whose files are durable.
+        target: the place of the checkpoint.
+        take_along: called with the old directory and the new one, to put into the new one what is to stay. By default that is
+            everything but weights, unless the old directory is a sharded checkpoint.
 
     Raises:
         OSError: nothing has changed, or the new directory is in place and only its name may not be durable.
@@ -159,7 +159,7 @@ def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None
 def swap(new: Path, target: Path) -> None:
     """Put a file or directory in the target's place, in one step if the system can, and make the name durable.
 
-    What was at the target has the other name then, unless neither is a directory.
+    What was at the target then has the other name, unless neither is a directory.
     """
     if not os.path.lexists(target) or not (new.is_dir() or (target.is_dir() and not target.is_symlink())):
         os.replace(new, target)
@@ -176,7 +176,7 @@ def swap(new: Path, target: Path) -> None:
 
 
 def _take_along(target: Path, new: Path) -> None:
-    """Move into the new directory what is no part of a checkpoint: it has come while the new one was written."""
+    """Move files that are no part of a checkpoint into the new directory: they came while it was written."""
     if target.is_dir() and not target.is_symlink():
         names = os.listdir(target)
         if MANIFEST not in names and METADATA not in names:
@@ -217,7 +217,7 @@ def tidy(target: Path, siblings: re.Pattern[str] | None = None) -> None:
     """Remove the hidden directories of dead saves to the target, and give an old checkpoint its name back if it has lost it.
 
     A save to another name in the same directory may be at work in another program, so its hidden directory must be a day old.
-    Not so under names that match `siblings`, which are of this program's own sequence.
+    This does not hold for names that match `siblings`, which belong to this program's own sequence.
     """
     for path, match in _hidden(target.parent):
         own = target.parent / match["name"]

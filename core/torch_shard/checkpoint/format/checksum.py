@@ -3,8 +3,8 @@
 A CRC-32 takes five times as long as a copy from the page cache, and would be most of the time of loading. Here a block is a table
 of 64-bit words with a page (4 KiB) in each row. The sums of its rows and of its columns, modulo 2^64, are some KiB for a block of
 MiBs; BLAKE2 makes a digest of them. A change of up to three words changes a row's or a column's sum for certain, and so do
-exchanged words and pages; any other one goes unseen with a chance of 2^-64, unless it was made for that: this finds damage,
-and keeps no secret.
+exchanged words and pages. Any other change goes unseen with a chance of 2^-64, unless it was made on purpose: the checksum finds
+damage, and is no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import torch
 
 SMALLEST = 1 << 16
-"""Bytes from which on a block has such a sum; a CRC-32 of less is as fast as the calls here."""
+"""The fewest bytes for which a block gets such a sum; a CRC-32 of fewer is as fast as the calls here."""
 
 _WORD, _ROW = 8, 512
 

@@ -21,7 +21,7 @@ def covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
         return False
     if not size:
         return len(boxes) == 1
-    # By the first dimension, boxes that begin behind the end of one can't overlap it.
+    # By the first dimension, boxes that begin after the end of one can't overlap it.
     boxes.sort()
     for i, (offsets, sizes) in enumerate(boxes):
         for others, theirs in itertools.islice(boxes, i + 1, None):

@@ -79,7 +79,7 @@ def load_metadata(file: IO[bytes], path: str) -> Metadata:
     """Read DCP's metadata without running what it may contain. Not collective.
 
     Raises:
-        CheckpointError: it is damaged, or asks for a class that is not DCP's; names it.
+        CheckpointError: the metadata is damaged, or asks for a class that is not DCP's, which the error names.
     """
     before = {cls: dict(vars(cls)) for cls in set(_CLASSES.values()) if isinstance(cls, type)}
     try:
@@ -125,7 +125,7 @@ def _check(found: Metadata) -> None:
     if isinstance(found.planner_data, Mapping) and not all(
         isinstance(p, Sequence) for p in found.planner_data.values()
     ):
-        raise TypeError("a path of an entry is not one")
+        raise TypeError("the path of an entry is no sequence")
 
 
 def _restored(cls: type, attributes: dict[str, Any]) -> bool:

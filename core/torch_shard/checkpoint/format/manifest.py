@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 _FORMAT = "torch-shard checkpoint"
 _VERSION = 1
 SAVE_ID = "torch-shard-"
-"""How the id begins that manifest and DCP's metadata share."""
+"""The beginning of the id that the manifest and DCP's metadata share."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Manifest:
     version: int = _VERSION
 
     def to_text(self) -> str:
+        """Return the text of the file."""
         # Not dataclasses.asdict, which copies everything once more.
         files = {
             name: {

@@ -6,7 +6,7 @@
     model-00001-of-00003.safetensors  ...       else, and beside them
     model.safetensors.index.json                which file has which entry, and the size of all
 
-The format has one name for each piece of memory: of tied weights one is stored, and the others are in the file's metadata,
+The format has one name for each piece of memory: tied weights are stored once, and their other names are in the file's metadata,
 ``{"lm_head.weight": "wte.weight"}``, as ``safetensors.torch.save_model`` has it. The files are written by the safetensors
 library, which is only imported here, when it is needed.
 """

@@ -15,7 +15,7 @@ import functools
 import torch
 
 ALIGNMENT = 64
-"""Bytes: where an entry begins at a multiple of it, its values do, too."""
+"""An alignment in bytes: if an entry begins at a multiple of it, so do the entry's values."""
 
 
 class _AroundValues:
@@ -37,7 +37,7 @@ class _AroundValues:
 
 @functools.lru_cache(maxsize=4096)
 def surroundings(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Return the bytes before and behind the values of a row-major tensor on the CPU. Not collective."""
+    """Return the bytes before and after the values of a row-major tensor on the CPU. Not collective."""
     # Memory that is never touched costs nothing; torch.empty may be told to fill it.
     values = torch.UntypedStorage(shape.numel() * dtype.itemsize)
     file = _AroundValues()

@@ -29,8 +29,8 @@ from .mmap_buffer import blocks_of, row_major
 from .tensor_entry import ALIGNMENT
 
 _BLOCK = 1 << 20  # bytes that are read at once
-_REASON = "WeightsUnpickler error:"  # torch writes its reason behind it, between two pieces of advice
-_LARGE = 1 << 30  # bytes of values from which on a member's header has a field for sizes of 64 bits
+_REASON = "WeightsUnpickler error:"  # followed by torch's reason, between two pieces of advice
+_LARGE = 1 << 30  # the fewest bytes of values for which a member's header has a field for sizes of 64 bits
 _HEADER = 30  # bytes of a member's header without its name and its fields
 _WIDE, _FIELD = 20, 4  # bytes of the field for sizes of 64 bits, and of a field without content
 

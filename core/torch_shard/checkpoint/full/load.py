@@ -183,9 +183,9 @@ class FullLoad:
 
 
 def _share(saved: Any, number: int, counts: Sequence[int]) -> Mapping[str, Any] | None:
-    """Return one optimizer's part of the state of several that were saved as one, group behind group, by ``engine.save``.
+    """Return one optimizer's part of the state of several that were saved as one, group after group, by ``engine.save``.
 
-    `counts` are the optimizers' numbers of groups. None if the groups or the state can't be divided.
+    `counts` are the optimizers' numbers of groups. The result is None if the groups or the state can't be divided.
     """
     if not optimizer_state.is_complete(saved):
         return None
@@ -208,7 +208,7 @@ def by_name(optimizer: Any, names: Mapping[int, str], given: Mapping[str, Any]) 
     live = names_by_group(optimizer, names)
     listed = [key for group in groups for key in group["params"]]
     if all(isinstance(key, int) for key in listed):
-        # A group that has more parameters than here does not shift the groups behind it.
+        # A group that has more parameters in the file than here does not shift the groups after it.
         called: dict[Any, str] = {}
         for number, group in enumerate(groups):
             own = live[number] if number < len(live) else []

@@ -79,8 +79,8 @@ def open_full(path: str | os.PathLike[str]) -> FullFile:
             ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: there is no checkpoint, one of its files is missing or damaged, it is in torch's format of before 1.6, or
-            it holds objects whose unpickling could run code.
+        CheckpointError: there is no checkpoint, one of its files is missing or damaged, it is in torch's format from before 1.6,
+            or it holds objects whose unpickling could run code.
         UnavailableError: the files are safetensors, and the library is not installed.
     """
     found = find(path)

@@ -1,7 +1,7 @@
 """Full values for a full checkpoint, one unit or less at a time: first the structure is known, then the values come.
 
 Every rank goes through the same steps. On rank 0 each step ends with full tensors, which are written and dropped before the
-next step begins. So no rank holds more than one gathered unit, and rank 0 besides a copy of one parameter where it needs one.
+next step begins. So no rank holds more than one gathered unit; rank 0 may also hold a copy of one parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
 
 Put = Callable[[Callable[[], Iterable[tuple[Slot, torch.Tensor]]]], None]
-"""A collective function that calls its argument on rank 0, and writes the full tensors that this gives, one by one."""
+"""A collective function that calls its argument on rank 0, and writes the full tensors that it returns, one by one."""
 
 
 class ModelStream:

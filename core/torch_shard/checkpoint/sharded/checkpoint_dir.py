@@ -26,6 +26,7 @@ from ..format.torch_file import not_trusted
 from .reader import CheckedFile, read_items
 
 Unpickle = Callable[[str, IO[bytes]], Any]
+"""A function that returns an object from the name and the bytes of its entry."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Checkpoint:
     Attributes:
         folder: the path of the directory.
         manifest: None if this package didn't write the directory.
-        metadata: DCP's.
+        metadata: DCP's metadata.
         fingerprint: the CRC-32 of the metadata; equal on two ranks that see the same checkpoint.
     """
 
@@ -90,7 +91,7 @@ class Checkpoint:
             tensors: the tensors to fill, by name. A plain tensor of the entry's shape takes all of it, a ShardTensor its shard.
                 Values are converted to the tensors' dtypes.
             objects: names of other entries.
-            unpickle: makes an object from its name and bytes; by default torch's loader that runs no code.
+            unpickle: by default torch's loader, which runs no code.
 
         Returns:
             The objects by name.

@@ -30,6 +30,7 @@ MODEL_KEYS = (MODEL, "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim", "optimizers")
 """The keys under which tools keep optimizers' state beside other entries of a file."""
 
+# The paths of the optimizer in the checkpoints of different tools.
 _OPTIMIZERS = ((OPTIMIZER,), ("optim",), ("app", "optim"), ("app", "optimizer"))
 
 
@@ -222,7 +223,7 @@ def _below(tree: dict[Any, Any], path: tuple[str, ...]) -> dict[Any, Any]:
 
 
 def _split_name(text: str, known: Container[str]) -> tuple[str, tuple[str, ...]]:
-    """Split a text into a parameter's name and the path behind it."""
+    """Split a dotted name into a parameter's name and the path of an entry of its state or settings."""
     for wrapper in WRAPPERS:
         bare = text[len(wrapper) :]
         cut = bare.rfind(".") if text.startswith(wrapper) else -1

@@ -1,4 +1,4 @@
-"""ShardTensors within the object that a front end saves as ``extra``, averages of the weights, say.
+"""ShardTensors within the object that a front end saves as ``extra``, such as averages of the weights.
 
 An object is written by rank 0 alone. So each ShardTensor in it becomes an entry of its own, of which every rank writes its
 shard, ``sliced.<number>.<name of the parameter that it is cut as>``, and in its place is left::

@@ -42,7 +42,7 @@ class OptimizerLoad:
         self.runtime = first_runtime(self.optimizer) or sources[0].runtime
         self.what, self.names, self.saved = what, names, saved
         self.alone = len(optimizers) == 1
-        if saved is not None and not self.alone:  # several without names are saved as one, group behind group
+        if saved is not None and not self.alone:  # several without names are saved as one, group after group
             first = sum(len(o.param_groups) for o in optimizers[:number])
             own = saved.groups[first : first + len(self.optimizer.param_groups)]
             self.saved = dataclasses.replace(saved, groups=own)

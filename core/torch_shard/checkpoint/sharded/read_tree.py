@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from ...comm.collective_steps import broadcast, each
 from ...errors import StateDictError
 from ...state.param_names import names_by_group
 from ..ports import EnginePort
-from .checkpoint_dir import Checkpoint
+from .checkpoint_dir import Checkpoint, Unpickle
 from .entries import EXTRA, EXTRA_SHARDS, MODEL, MODELS, OPTIMIZER, Source, param_names, sources_of
 from .entry_tree import (
     SavedOptimizer,
@@ -64,7 +64,7 @@ def read_contents(
     *,
     named_state: bool = False,
     models: Mapping[str, Any] | None = None,
-    unpickle: Callable[[str, IO[bytes]], Any] | None = None,
+    unpickle: Unpickle | None = None,
 ) -> Contents:
     """Read a checkpoint of any layout that :meth:`torch_shard.Engine.load` reads, or one of Lightning's. Collective.
 
@@ -73,12 +73,12 @@ def read_contents(
     Args:
         engine: the engine whose model tells which shards are this rank's.
         path: the checkpoint's directory.
-        optimizers: live ones in the order of the saved ones. Without any, saved state of optimizers is not read, and only
-            their groups are returned.
-        named_state: without any, read the state, too, where all of it is saved by parameters' names.
-        models: engines by the names that they may have among the checkpoint's further models; the one of them that has none there
-            is the first model. None: `engine` is that, and there are no others.
-        unpickle: a function from a name and bytes to the object; by default torch's loader that runs no code.
+        optimizers: the live optimizers, in the order of the saved ones. Without any, the saved optimizers' groups are read, but
+            not their state.
+        named_state: without `optimizers`, read the state, too, if all of it is saved by parameters' names.
+        models: engines by the names of the checkpoint's further models. The engine whose name is not among these is the first
+            model. With None `engine` is the first model, and there are no others.
+        unpickle: by default torch's loader, which runs no code.
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.
@@ -104,7 +104,7 @@ class _Reading:
         sources: Sequence[Source],
         optimizers: Sequence[Any],
         named_state: bool,
-        unpickle: Callable[[str, IO[bytes]], Any] | None,
+        unpickle: Unpickle | None,
     ) -> None:
         self.checkpoint, self.sources, self.unpickle = checkpoint, sources, unpickle
         self.tree = tree_of(checkpoint)

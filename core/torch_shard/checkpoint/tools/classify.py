@@ -188,7 +188,7 @@ def _groups_of(optimizer: SavedOptimizer, parts: Parts) -> list[dict[str, Any]]:
 
 
 def merged(parts: Parts) -> SavedOptimizer:
-    """Return a list of optimizers as a single one, with group behind group, as ``engine.save`` writes a list.
+    """Return a list of optimizers as a single one, group after group, as ``engine.save`` writes a list.
 
     Raises:
         CheckpointError: two of the optimizers have state of one parameter.

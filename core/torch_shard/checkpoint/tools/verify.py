@@ -1,8 +1,8 @@
 """Finding out if a checkpoint is complete and undamaged. Not collective.
 
-This package's own format is verified deeply: every byte has a checksum, and manifest, metadata and files have to agree. Of
-others' formats every entry is read, as loading it would be, and the CRC-32 of zip archives is compared: ``torch.save`` writes
-them, and so do torch's own sharded checkpoints for each entry. safetensors files have no checksums.
+In this package's own format every byte has a checksum that is verified, and manifest, metadata and files have to agree. In other
+formats every entry is read, as loading would read it, and the CRC-32 of zip archives is compared: ``torch.save`` writes such
+archives, and so do torch's own sharded checkpoints, one for each entry. safetensors files have no checksums.
 """
 
 from __future__ import annotations
