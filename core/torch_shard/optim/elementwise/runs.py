@@ -57,7 +57,7 @@ class Runs:
     Attributes:
         flats: the flat buffers.
         params: the parameters, in the order of the buffers.
-        shard_of: the number of each parameter's flat buffer.
+        flat_numbers: the number of each parameter's flat buffer.
         specs, ranges: each parameter's spec, and the range of its elements in the shard.
         pieces: the optimizer's parameters.
         stepped, stepped_flats: the parameters with a gradient, and their buffers.
@@ -80,16 +80,16 @@ class Runs:
         self._attributes = attributes
         self.flats = [flat for flat, _ in found]
         self.params: list[ShardTensor] = []
-        self.shard_of: list[int] = []
+        self.flat_numbers: list[int] = []
         for number, (_, params) in enumerate(found):
             self.params += sorted(params, key=lambda p: p._spec.index)
-            self.shard_of += [number] * len(params)
+            self.flat_numbers += [number] * len(params)
         numbers = {id(p): i for i, p in enumerate(self.params)}
         self._listed = [numbers[id(p)] for p in listed if id(p) in numbers]
         self.specs = [p._spec for p in self.params]
         self.ranges = [
             self.flats[n].layout.local_range(spec.index, self.flats[n].collectives.rank)
-            for n, spec in zip(self.shard_of, self.specs, strict=True)
+            for n, spec in zip(self.flat_numbers, self.specs, strict=True)
         ]
         # Looking at gradients in host memory must not wait for them.
         offloaded = any(flat.host is not None for flat in self.flats)
@@ -101,8 +101,8 @@ class Runs:
         self.counters = Counters()
         self.fits_fused = False
         self._runs: list[Run] = []
-        # What the last step has left. `_regular`: all gradients came from reductions. `_split`: the largest size of a piece.
-        self._regular, self._split = False, -1
+        # What the last step has left. `_regular`: all gradients came from reductions. `_limit`: the largest size of a piece.
+        self._regular, self._limit = False, -1
         self._present: list[ShardTensor] = []
         self._present_specs: list[Any] = []
         self._firsts: list[int] = []  # for each present parameter: the position of the first present one of its shard
@@ -118,10 +118,10 @@ class Runs:
         self._seen: list[Any] = []  # attributes of parameters
 
     # -- before a step --------------------------------------------------------------------------------------------
-    def is_as_left(self, state: Any, split: int) -> bool:
-        """Return True if nothing but the gradients is new, and give these to the pieces. `split`: the largest size of a piece, 0
+    def is_as_left(self, state: Any, limit: int) -> bool:
+        """Return True if nothing but the gradients is new, and give these to the pieces. `limit`: the largest size of a piece, 0
         for any size."""
-        if not self._regular or split != self._split:
+        if not self._regular or limit != self._limit:
             return False
         # This runs in C as far as possible, because it is done for each parameter in each step.
         try:
@@ -161,7 +161,7 @@ class Runs:
         for piece, slot, first, start, length in self._narrowed:
             piece.grads[slot] = self._flat_of(grads[first]).narrow(0, start, length)
 
-    def arrange(self, state: Any, split: int) -> None:
+    def arrange(self, state: Any, limit: int) -> None:
         """Take everything as it is now, and divide it into runs anew."""
         # First the old references are dropped, because they keep state that was replaced since.
         self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
@@ -178,30 +178,30 @@ class Runs:
         for i in empty:  # a run steps their counters, too, so that all ranks agree
             run = next((run for run in self._runs if run.kind == kinds[i]), None)
             if run is None:
-                nothing = None if pattern[i] == _REDUCED else self.flats[self.shard_of[i]].memory[0:0]
-                segment = Segment(self.shard_of[i], 0, 0, nothing)
+                nothing = None if pattern[i] == _REDUCED else self.flats[self.flat_numbers[i]].memory[0:0]
+                segment = Segment(self.flat_numbers[i], 0, 0, nothing)
                 run = Run([segment], kinds[i])
                 self._runs.append(run)
             run.members.append(i)
         for run in self._runs:
-            self._cut(run, state, split)
+            self._cut(run, state, limit)
         self.pieces = [piece for run in self._runs for piece in run.pieces]
         members = [i for run in self._runs for i in run.members]
         self.stepped = [self.params[i] for i in members]
-        self.stepped_flats = [self.flats[n] for n in dict.fromkeys(self.shard_of[i] for i in members)]
-        self._regular, self._split = _OTHER not in pattern, split
+        self.stepped_flats = [self.flats[n] for n in dict.fromkeys(self.flat_numbers[i] for i in members)]
+        self._regular, self._limit = _OTHER not in pattern, limit
         present = [i for i, kind in enumerate(pattern) if kind == _REDUCED]
         self._present = [self.params[i] for i in present]
         self._present_specs = [self.specs[i] for i in present]
         self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
         first_of: dict[int, int] = {}  # by shard, the position of its first present parameter
-        self._firsts = [first_of.setdefault(self.shard_of[i], n) for n, i in enumerate(present)]
+        self._firsts = [first_of.setdefault(self.flat_numbers[i], n) for n, i in enumerate(present)]
         self._find_gradients({i: n for n, i in enumerate(present)}, first_of)
         self._keep(state)
         self._point(list(map(own_grad, self._present)))
 
     def _kind(self, i: int) -> tuple[torch.dtype, bool, torch.device]:
-        flat = self.flats[self.shard_of[i]]
+        flat = self.flats[self.flat_numbers[i]]
         return flat.dtype, flat.rounding is not None, flat.memory.device  # one of two models may be in host memory
 
     def _stands_out(self, p: ShardTensor) -> bool:
@@ -219,13 +219,13 @@ class Runs:
         """Return the kind of each parameter's gradient."""
         pattern: list[int] = []
         results: dict[int, torch.Tensor] = {}
-        for p, spec, shard in zip(self.params, self.specs, self.shard_of, strict=True):
+        for p, spec, number in zip(self.params, self.specs, self.flat_numbers, strict=True):
             grad = own_grad(p)
             if grad is None:
                 pattern.append(_NONE)
                 continue
             found = flat_of(grad) if isinstance(grad, ShardTensor) else None
-            if found is not None and _spec(grad) is spec and results.setdefault(shard, found) is found:
+            if found is not None and _spec(grad) is spec and results.setdefault(number, found) is found:
                 pattern.append(_REDUCED)
             else:
                 pattern.append(_OTHER)
@@ -256,27 +256,27 @@ class Runs:
                 segment is None
                 or other
                 or segment.grad is not None
-                or segment.shard != self.shard_of[i]
+                or segment.flat_number != self.flat_numbers[i]
                 or slot != last + 1
                 or kinds[segment.members[0]] != kind
             ):
                 grad: Any = self.params[i].grad if other else None
-                segment = Segment(self.shard_of[i], start, stop, grad._local if other else None)
+                segment = Segment(self.flat_numbers[i], start, stop, grad._local if other else None)
                 segments.append(segment)
             segment.members.append(i)
             segment.stop = stop
             last = slot
         return segments, empty
 
-    def _cut(self, run: Run, state: Any, split: int) -> None:
+    def _cut(self, run: Run, state: Any, limit: int) -> None:
         """Cut a run into pieces, with their state."""
         entries = state.get(self.params[run.members[0]]) or {}
         bases = self._bases(run, state) if entries else {}
-        shards = [self.flats[segment.shard].memory[segment.start : segment.stop] for segment in run.segments]
-        if len(shards) > 1 or not split or run.length <= split:
+        shards = [self.flats[segment.flat_number].memory[segment.start : segment.stop] for segment in run.segments]
+        if len(shards) > 1 or not limit or run.length <= limit:
             parts = [(0, run.length, shards)]
         else:
-            ends = [min(start + split, run.length) for start in range(0, run.length, split)]
+            ends = [min(start + limit, run.length) for start in range(0, run.length, limit)]
             parts = [(a, b, [shards[0][a:b]]) for a, b in zip([0, *ends], ends, strict=False)]
         for start, stop, values in parts:
             piece = self._piece(run, values, start)
@@ -297,7 +297,7 @@ class Runs:
         """Return a piece over `values`: of all segments, or of the only segment from `start`."""
         sources = []
         for segment in run.segments:
-            flat = self.flats[segment.shard]
+            flat = self.flats[segment.flat_number]
             if flat.rounding is None:  # all segments of a run are of one kind
                 return Piece(values)
             first, _ = flat.layout.rank_range(flat.collectives.rank)
@@ -321,7 +321,7 @@ class Runs:
                 self._gathered.append((run.pieces[0], parts))
                 continue
             for n, segment in enumerate(run.segments):
-                first, start = first_of[segment.shard], segment.start
+                first, start = first_of[segment.flat_number], segment.start
                 for piece in run.pieces:
                     self._narrowed.append((piece, n, first, start, piece.sizes[n]))
                     start += piece.sizes[n]
@@ -402,7 +402,7 @@ class Runs:
                 continue
             grad = piece.given
             if grad is not None and isinstance(piece, RoundedPiece):
-                grad = grad.to(self.flats[run.segments[0].shard].dtypes.grad)
+                grad = grad.to(self.flats[run.segments[0].flat_number].dtypes.grad)
             for i in run.members:
                 # A new tensor, because the old one must stay as it was for code that holds it.
                 part = None if grad is None else self._part(run, grad.detach(), i)

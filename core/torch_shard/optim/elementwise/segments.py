@@ -24,13 +24,13 @@ class Segment:
     """Neighbours in one shard.
 
     Attributes:
-        shard: the number of the flat buffer.
+        flat_number: the number of the flat buffer.
         start, stop: the first element in the shard, and the one after the last.
         grad: the gradient; None if it is a part of the shard's reduced gradient.
         members: the numbers of the parameters.
     """
 
-    shard: int
+    flat_number: int
     start: int
     stop: int
     grad: torch.Tensor | None

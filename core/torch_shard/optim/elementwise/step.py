@@ -136,7 +136,7 @@ class _UserGroup:
 
     def widen(self, state: Any) -> None:
         """Convert the state of parameters whose steps are rounded stochastically to fp32."""
-        for p, number in zip(self.runs.params, self.runs.shard_of, strict=True) if self._rounded else ():
+        for p, number in zip(self.runs.params, self.runs.flat_numbers, strict=True) if self._rounded else ():
             if self.runs.flats[number].rounding is not None:
                 widen_state(state.get(p))
 
@@ -216,9 +216,9 @@ class FlatStep(StepBackend):
             flat.wait_for_step() if self.later else flat.wait_for_host()
         chosen = [own.implementation(group, self._torchs) for own, group in zip(self._user_groups, groups, strict=True)]
         changed = [
-            (runs, split)
-            for runs, (_, split) in zip(self.all_runs, chosen, strict=True)
-            if not runs.is_as_left(state, split)
+            (runs, limit)
+            for runs, (_, limit) in zip(self.all_runs, chosen, strict=True)
+            if not runs.is_as_left(state, limit)
         ]
         if changed:
             for flat in hosted:
@@ -227,8 +227,8 @@ class FlatStep(StepBackend):
                 shard_state(optimizer, runtime)
             for own in self._user_groups:
                 own.widen(state)
-            for runs, split in changed:
-                runs.arrange(state, split)
+            for runs, limit in changed:
+                runs.arrange(state, limit)
         if changed or self.state.own is not state:
             self.state = _PieceState(state, [piece for runs in self.all_runs for piece in runs.pieces])
         self.as_left = same and not changed
