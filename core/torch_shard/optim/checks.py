@@ -43,7 +43,7 @@ def check_class(optimizer: Any, rank: int) -> None:
     """Raise if an optimizer can't be right on shards.
 
     Raises:
-        ShardError: it needs all parameters at once, or the addresses of full ones, or has `differentiable` set.
+        ShardError: the optimizer needs all parameters at once, or the addresses of full ones, or has `differentiable` set.
     """
     cls = type(optimizer)
     name = f"rank {rank}: {cls.__module__}.{cls.__qualname__}"
@@ -71,10 +71,10 @@ def units_of(optimizer: Any) -> list[Unit]:
 def refuse_others(optimizer: Any, runtime: Runtime, what: str) -> None:
     """Raise if an optimizer that steps during this engine's backward holds parameters of another engine.
 
-    `what` begins the message.
+    `what` is the beginning of the message.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the optimizer holds such a parameter, which the error names.
     """
     for p in params_of(optimizer):
         other = open_runtime_of(p)
@@ -193,7 +193,7 @@ def shard_state(optimizer: Any, runtime: Runtime) -> None:
 def widen_state(entries: Any) -> None:
     """Convert a parameter's state to fp32, which is exact, where steps are rounded stochastically.
 
-    It may have been left by steps in bf16, or made by the user like the parameter.
+    The state may be from steps in bf16, or the user may have made it in the parameter's dtype.
     """
     for key, value in entries.items() if isinstance(entries, dict) else ():
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.bfloat16, torch.float16):

@@ -1,6 +1,6 @@
-"""Says what holds the memory where it runs out in an optimizer's step.
+"""An error that says what holds the memory when it runs out in an optimizer's step.
 
-torch has hooks before and after a step, but none for one that fails. So only that part of a step is seen that the engine runs
+torch has hooks before and after a step, but none for a step that fails. So this sees only the part of a step that the engine runs
 itself, in which most optimizers make their state, and what front ends call within :func:`explained`.
 """
 

@@ -91,7 +91,7 @@ def _copied(value: Any) -> Any:
 
 
 def put(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set an option. Where the group has a tensor of that shape, it gets the value."""
+    """Set an option. If the group has a tensor of the value's shape, copy the value into that."""
     held = group.get(key)
     if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor) and held.shape == value.shape:
         with torch.no_grad():

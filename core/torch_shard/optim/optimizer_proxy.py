@@ -27,8 +27,10 @@ class StepBackend:
     state: Any
 
     def open(self) -> None:
-        """Take parameters, gradients, options and state as they are now. Called when ``step`` first asks for them, and again
-        after each closure."""
+        """Take parameters, gradients, options and state as they are now.
+
+        It is called when ``step`` first asks for them, and again after each closure.
+        """
         raise NotImplementedError
 
     def groups(self) -> list[dict[str, Any]]:

@@ -111,8 +111,8 @@ def kind_of(cls: type) -> Kind | None:
 def counters_in(state: Iterable[tuple[torch.Tensor, Any]]) -> frozenset[Any]:
     """Return the keys of state that is 0-dim whatever the shape of the parameter.
 
-    Parameters that are not 0-dim show which keys these are. Where no such parameter has a key, it is known of torch.optim's
-    classes.
+    Parameters that are not 0-dim show which keys these are. Keys that no such parameter has count if torch.optim's classes have
+    them for counters.
 
     Args:
         state: parameters with their state, by key.
@@ -155,8 +155,7 @@ def kind_of_step(cls: type, function: Any) -> Kind | None:
 
 
 def has_linear_work(cls: type) -> bool:
-    """Return True if a step of kind ``"matrix"`` takes time in proportion to a parameter's elements: it makes no matrix
-    products."""
+    """Return True if a step of kind ``"matrix"`` makes no matrix products: its time is linear in a parameter's elements."""
     return cls.__name__ == "Adafactor" and kind_of(cls) == "matrix"
 
 

@@ -61,8 +61,10 @@ def steps_on_stack(frame: Any) -> Iterator[Any]:
 
 
 class UnknownSteps:
-    """The steps of optimizers of no kind, which get the sharded tensors; names the optimizer in errors about operations that
-    these can't do."""
+    """The steps of optimizers of no kind, which get the sharded tensors.
+
+    Errors about operations that sharded tensors can't do name the optimizer.
+    """
 
     def __init__(self) -> None:
         self._refused: weakref.ref[Any] | None = None

@@ -163,8 +163,10 @@ class InBackward:
                 options.take_back()
 
     def put_back(self, optimizer: Any) -> None:
-        """End the step that :meth:`take_back` has begun. If the user's ``step()`` counted nothing, because backward had used
-        up the gradients, the count of the backward stays."""
+        """End the step that :meth:`take_back` has begun.
+
+        If the user's ``step()`` counted nothing, because backward had used up the gradients, the count of the backward stays.
+        """
         if optimizer is self.optimizer:
             for options in self._options:
                 options.put_back()
@@ -180,7 +182,7 @@ class InBackward:
         self._expected[use.unit.index].discard(use)
 
     def postpones(self, unit: Unit) -> bool:
-        """Return True if `unit`, whose gradients are complete, is stepped at the end of backward only."""
+        """Return True if `unit`, whose gradients are complete, is not stepped before the end of backward; note which it is."""
         postponed = (
             self._all_at_end
             or bool(unit.kept)

@@ -93,7 +93,7 @@ class RoundedPiece(Piece):
     __slots__ = ("_absent", "_sources")
 
     def __init__(self, values: list[torch.Tensor], sources: list[tuple[Rounding, int]]) -> None:
-        """Make the piece of `values`. `sources`: each part's source of random numbers, and the position where the part begins."""
+        """Make the piece. `sources` has each part's source of random numbers, and the position at which the part begins."""
         self._sources = sources
         # A placeholder of the same shape with almost no memory. Arithmetic with it outside a step gives NaN.
         nothing = torch.full((1,), torch.nan, dtype=EXACT, device=values[0].device)

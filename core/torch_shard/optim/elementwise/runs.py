@@ -119,8 +119,10 @@ class Runs:
 
     # -- before a step --------------------------------------------------------------------------------------------
     def is_as_left(self, state: Any, limit: int) -> bool:
-        """Return True if nothing but the gradients is new, and give these to the pieces. `limit`: the largest size of a piece, 0
-        for any size."""
+        """Return True if nothing but the gradients is new, and give these to the pieces.
+
+        `limit` is the largest size of a piece, 0 for any size.
+        """
         if not self._regular or limit != self._limit:
             return False
         # This runs in C as far as possible, because it is done for each parameter in each step.
@@ -162,7 +164,7 @@ class Runs:
             piece.grads[slot] = self._flat_of(grads[first]).narrow(0, start, length)
 
     def arrange(self, state: Any, limit: int) -> None:
-        """Take everything as it is now, and divide it into runs anew."""
+        """Take everything as it is now, and divide it into runs anew; `limit` is the argument of :meth:`is_as_left`."""
         # First the old references are dropped, because they keep state that was replaced since.
         self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
         self._entries, self._values, self.elements, self._memory, self._seen = [], [], [], [], []
@@ -233,7 +235,7 @@ class Runs:
 
     # -- runs -----------------------------------------------------------------------------------------------------
     def has_counters_only(self) -> bool:
-        """Return True if all state without elements counts steps."""
+        """Return True if the state has nothing but tensors of elements, counters of steps, and None."""
         return all(
             value is None or (isinstance(value, torch.Tensor) and (value.dim() > 0 or key == "step"))
             for run in self._runs
@@ -307,7 +309,9 @@ class Runs:
     def _find_gradients(self, numbers: dict[int, int], first_of: dict[int, int]) -> None:
         """Note where the pieces' gradients come from.
 
-        `numbers`: the positions of the parameters among the present ones; `first_of`: those of the first ones, by shard.
+        Args:
+            numbers: the positions of the parameters among the present ones.
+            first_of: the position of the first present parameter of each flat buffer.
         """
         for run in self._runs:
             if run.segments[0].grad is not None:

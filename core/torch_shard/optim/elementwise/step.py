@@ -39,12 +39,14 @@ _FUSED_DTYPES = frozenset({torch.float32, torch.float64})
 
 
 REST = object()
-"""In place of a flat buffer: the parameters that an optimizer holds besides the engine's."""
+"""A stand-in for a flat buffer: the parameters that an optimizer holds besides the engine's."""
 
 
 def is_step_of_torchs(optimizer: Any) -> bool:
-    """Return True if the step is one of torch's own functions, which have one loop, read no attributes of parameters, and leave
-    gradients as they are."""
+    """Return True if the step is one of torch's own functions.
+
+    These have one loop over the groups, read no attributes of parameters, and leave gradients as they are.
+    """
     # An undeclared subclass gets here only with a step function that it inherits from one of torch's classes.
     return is_torchs(type(optimizer)) or kind_of(type(optimizer)) is None
 
@@ -142,7 +144,7 @@ class _UserGroup:
 
 
 class _StepGroup:
-    """One group of a step: one of the user's groups, or a part of it. `last`: no other part follows."""
+    """One group of a step: one of the user's groups, or a part of it. If `last` is True, no other part follows."""
 
     def __init__(
         self, own: _UserGroup, group: dict[str, Any], options: dict[str, Any], pieces: list[Piece], last: bool
@@ -169,8 +171,11 @@ class FlatStep(StepBackend):
     """
 
     def __init__(self, optimizer: Any, runtime: Runtime, only: object = None) -> None:
-        """Make the steps of one optimizer. With `only`, a flat buffer of `runtime` or :data:`REST`, step nothing else. By default
-        all that the optimizer holds is stepped, of any engines: nothing in such a step is collective."""
+        """Make the steps of one optimizer.
+
+        `only` is a flat buffer of `runtime`, or :data:`REST`, that alone is stepped. By default all that the optimizer holds is
+        stepped, of any engines: nothing in such a step is collective.
+        """
         # What is kept must not keep the optimizer itself, the key under which it is found.
         self._optimizer: Any = weakref.ref(optimizer)
         self.runtimes, self._only = [runtime], only
@@ -334,7 +339,7 @@ class FlatStep(StepBackend):
                 group.own.runs.store_gradients()
 
     def _publish(self, group: _StepGroup, last: bool) -> None:
-        """Show the user what a group of the step has done. `last`: no other part of the user's group follows."""
+        """Show the user what a group of the step has done. If `last` is True, no other part of the user's group follows."""
         optimizer, runs = self._optimizer(), group.own.runs
         if not self._torchs:
             self._store(group)

@@ -23,7 +23,7 @@ class _Followers:
     """Counters of one dtype and device, each of which follows the counter of a run's first piece."""
 
     def __init__(self, pairs: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
-        """Lay the counters side by side. `pairs`: for each run the counter that leads, and those that follow."""
+        """Lay the counters side by side. `pairs` has for each run the counter that leads, and those that follow."""
         self.leaders = [leader for leader, _ in pairs]
         self.tensors = [tensor for _, own in pairs for tensor in own]
         self.memory = torch.stack(self.tensors)
@@ -58,7 +58,7 @@ class Counters:
         self.pair(())
 
     def pair(self, runs: Iterable[tuple[dict[str, Any], Sequence[dict[str, Any] | None]]]) -> None:
-        """Find the counters. `runs`: for each run the state of its first piece, and that of its parameters."""
+        """Find the counters. `runs` has for each run the state of its first piece, and that of its parameters."""
         pairs: dict[Any, list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
         for leading, members in runs:
             for key, leader in leading.items():

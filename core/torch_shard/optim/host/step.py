@@ -103,8 +103,10 @@ class HostStep(FlatStep):
 
 
 def _sort_state(optimizer: Any, held: int) -> None:
-    """Sort the state that was made since there were `held` entries in torch's order, that of the groups, because users go through
-    it."""
+    """Sort the state that was made since there were `held` entries in torch's order, that of the groups.
+
+    Users go through the state in this order.
+    """
     state = optimizer.state
     made = set(map(id, list(state)[held:]))
     for p in params_of(optimizer):

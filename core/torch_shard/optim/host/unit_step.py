@@ -65,8 +65,11 @@ class HostUnits:
         self._held = set(map(id, params_of(optimizer)))
 
     def prepare(self, flat: FlatBuffer, step: FlatStep) -> Prepared | None:
-        """Take everything as it is now, and change nothing. Return None where there is no gradient for this optimizer, which then
-        does not wait for another one's step on the buffer."""
+        """Take everything as it is now, and change nothing.
+
+        Returns:
+            None if there is no gradient for this optimizer, which then does not wait for another one's step on the buffer.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if all(own_grad(p) is None or id(p) not in self._held for p in flat.params):
                 return None
@@ -77,7 +80,7 @@ class HostUnits:
         return Prepared(flat, step, proxy, session)
 
     def step(self, prepared: Prepared, following: FlatBuffer | None) -> None:
-        """Do the arithmetic, or have the host thread do it. `following`: the buffer that is likely to be stepped next."""
+        """Do the arithmetic, or have the host thread do it. `following` is the buffer that is likely to be stepped next."""
         flat, step, optimizer = prepared.flat, prepared.step, self._optimizer()
         assert flat.host is not None and flat.gradients.host is not None
         if not any(runs.pieces for runs in step.all_runs):
@@ -195,7 +198,7 @@ def _may_wait(optimizer: Any, step: FlatStep) -> bool:
 
 
 def _switches(optimizer: Any, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options without the values of numbers, but whether they are zero.
+    """Return the options with True or False in place of each number: False if it is zero.
 
     Where this changes, a step may fail, or make state (SGD's ``momentum``) that is to be there when it returns. Names of groups
     are the user's own.

@@ -30,7 +30,7 @@ class EngineParts:
     """The division of one optimizer's steps on one engine's parameters."""
 
     def __init__(self, optimizer: Any, runtime: Runtime, last: bool) -> None:
-        """Divide the steps. `last`: no other engine's part follows, so this part also steps parameters that no engine has."""
+        """Divide the steps. If no other engine follows (`last`), these parts also step the parameters that no engine has."""
         self._optimizer: Any = weakref.ref(optimizer)
         self.runtime, self._last = runtime, last
         self._name = type(optimizer).__name__
@@ -137,8 +137,10 @@ class EngineParts:
         )
 
     def _refuse_own_state(self, state: Any) -> None:
-        """Raise if a subclass of torch's class keeps entries of its own, on all ranks, beside the base class's, which only the
-        owners keep."""
+        """Raise if a subclass of torch's class keeps entries of its own on all ranks.
+
+        The entries of the base class are kept by the owners only.
+        """
         if not self._within or self._entries is None:
             return
         owners, rank = self.runtime.owners.of(self._optimizer()), self.runtime.collectives.rank

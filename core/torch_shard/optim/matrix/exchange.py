@@ -213,8 +213,10 @@ class Part:
 
     # -- and back -----------------------------------------------------------------------------------------------
     def reply(self, left: bool) -> None:
-        """Start sending the new values to the ranks that hold shards of them, and whether this rank has `left` its step early.
-        Collective."""
+        """Start sending the new values to the ranks that hold shards of them. Collective.
+
+        `left` is sent, too: whether this rank has left its step early.
+        """
         for full in self.fulls:
             full.store()
         if self.c.size == 1:

@@ -94,7 +94,7 @@ class PartGroup:
         self._names = None if names is None else {id(p): n for p, n in zip(group["params"], names, strict=True)}
 
     def show(self, fulls: Mapping[int, Any]) -> None:
-        """Give the optimizer the group's parameters; `fulls`: the full parameters by id of the user's."""
+        """Give the optimizer the group's parameters; `fulls` has the full parameters by id of the user's."""
         here = [p for p in self._params if id(p) in fulls]
         self.options["params"] = [fulls[id(p)] for p in here] + self._rest
         if self._names is not None:
