@@ -1,6 +1,4 @@
-"""Training with parameters, gradients or optimizer state in host memory, or optimizer state on disk:
-``ShardConfig(offload="cpu")``.
-"""
+"""Offload: parameters, gradients and optimizer state in host memory or on disk (``ShardConfig(offload="cpu")``)."""
 
 from ..config.offload import Offload
 

@@ -57,7 +57,7 @@ class DiskStore:
     """Tensors of this process in files without names. Not collective; safe to use from several threads.
 
     Args:
-        directory: is made where it is missing.
+        directory: the directory for the files, which is made if it is missing.
         rank: the rank of this process, for messages.
 
     Raises:
@@ -98,11 +98,10 @@ class DiskStore:
         Args:
             name: a name for messages, which need not be unique.
             numel: number of elements. With 0 nothing is taken.
-            dtype: any with whole bytes.
+            dtype: any dtype of whole bytes.
 
         Raises:
-            DiskError: the space can't be had: what is needed, and what is free; nothing has changed. Or: a transfer failed
-                before.
+            DiskError: there is not enough space, so that nothing has changed; or a transfer failed before.
         """
         self._check()
         nbytes = numel * dtype.itemsize
@@ -140,9 +139,10 @@ class DiskStore:
             mapping.reading = future
 
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Wait until tensors that were read ahead are there. To be called before they are used.
+        """Wait until tensors that were read ahead are in memory. Call this before they are used.
 
-        Without it they are just as exact, but a disk that can't be read ends the process (SIGBUS), and is an error here.
+        Tensors are exact without this call, too. But a disk that can't be read is an error here, and otherwise ends the process
+        (SIGBUS).
 
         Raises:
             As :meth:`read_ahead`.

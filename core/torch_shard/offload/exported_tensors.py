@@ -1,7 +1,7 @@
 """Plain tensors over host memory that the user was given, and whether anybody still has one.
 
 An exported tensor has a storage of its own, over the same memory, and the version counter of the shard. The storage is shared by
-everything that is made from the tensor (views, NumPy arrays), so that it is gone when all of that is.
+everything that is made from the tensor (views, NumPy arrays), so the storage is gone when all of that is.
 """
 
 from __future__ import annotations

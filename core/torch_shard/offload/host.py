@@ -33,7 +33,7 @@ class Host:
 
     Attributes:
         arrived: bytes of gradients that were copied from the device.
-        norms: orders of the gradients' norms that were asked for; from then on they are taken while gradients are copied.
+        norms: the orders of gradients' norms that were asked for so far. These norms are taken while gradients are copied.
         waited: seconds for which other threads have waited for background work on this memory.
         users: the runtimes of the engines that use it: a model's and those of its copies.
     """
@@ -152,11 +152,11 @@ class Host:
         Hazard: the stream that the memory belongs to would use it again while the copy still reads it.
 
         Args:
-            event: the event recorded behind the copy.
-            values: the memory.
-            unit: number of the unit whose gradients they are.
-            flat: identifies the unit's flat buffer.
-            streams: streams, to one of which the memory belongs.
+            event: the event recorded after the copy.
+            values: the memory, which holds gradients.
+            unit: the number of the gradients' unit.
+            flat: a number that identifies the unit's flat buffer.
+            streams: the streams to one of which the memory belongs.
         """
         if unit != self._unit or flat in self._of_turn:  # another unit's gradients, or the next ones of the same
             self._turn, self._unit, self._of_turn = self._turn + 1, unit, set()

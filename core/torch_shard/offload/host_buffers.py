@@ -23,7 +23,7 @@ class HostBuffer:
 
     Attributes:
         memory: 1-D, uint8, at least as many bytes as were asked for.
-        event: the CUDA event behind the last copy from or to the memory. A stream that copies to the memory waits for it first.
+        event: the CUDA event after the last copy from or to the memory. A stream that copies to the memory waits for it first.
     """
 
     memory: torch.Tensor
@@ -64,7 +64,7 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take a buffer back. Copies from or to it may still be under way: ``buffer.event`` is behind the last one."""
+        """Take a buffer back. Copies from or to it may still be under way: ``buffer.event`` comes after the last one."""
         self._returned.append(buffer)
 
     def collect(self) -> None:

@@ -135,7 +135,7 @@ class HostGradients:
         return task
 
     def _leave(self, result: torch.Tensor, into: torch.Tensor, streams: Sequence[Any]) -> Any:
-        """Copy `result` to `into`; return the event behind a copy from a device, which goes on in the background, else None."""
+        """Copy `result` to `into`; return the event after a copy from a device, which goes on in the background, else None."""
         device, reducing = self.host.streams, self.host.collectives.reduce_stream
         if not device.exist:
             into.copy_(result)
@@ -191,7 +191,8 @@ class HostGradients:
     def norms(self, base: torch.Tensor, p: float) -> list[torch.Tensor] | None:
         """Return the norms of the pieces of `base`, in which all gradients lie, if they were taken on the way and still hold.
 
-        This waits for no copy from a GPU, but for what the host adds and scales. Else return None."""
+        Otherwise return None. This waits for what the host adds and scales, but for no copy from a GPU.
+        """
         self.host.norms.add(p)  # so that they are taken next time
         if not self._known:
             self.pending_writes.wait()

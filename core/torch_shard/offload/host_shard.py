@@ -111,7 +111,11 @@ class HostShard:
     def copy_to(self, own: torch.Tensor) -> Crossing | None:
         """Fill `own`, on the device, with values in the dtype of computation, or quantized ones, on the current stream.
 
-        Return the copy to wait for, or None where it was made at once. No write to the shard may be pending."""
+        No write to the shard may be pending.
+
+        Returns:
+            The copy to wait for; None if it was made at once.
+        """
         source = self._present()
         own.copy_(source, non_blocking=True)
         if not self.host.streams.exist:

@@ -53,7 +53,7 @@ class Task:
             self._done.set()
 
     def finish(self) -> None:
-        """Raise what this task has raised, as it is. To be called on the thread, in a task that was given behind this one."""
+        """Raise what this task has raised, as it is. Call this on the thread, in a task that was given after this one."""
         if self.error is not None:
             raise self.error
 
@@ -81,7 +81,7 @@ class Later(Task):
     __slots__ = ()
 
     def begin(self) -> None:
-        """Give the task to the thread, behind all that were given before. May be called again."""
+        """Give the task to the thread, after all that were given before. May be called again."""
         if not self._done.is_set():
             self.thread.put(self)
 
@@ -112,17 +112,17 @@ os.register_at_fork(before=_before_fork)
 
 
 class HostThread:
-    """The thread starts with the first task, and ends with :meth:`close`, at exit, or when nothing refers to it any more."""
+    """A thread for tasks. It starts with the first one, and ends with :meth:`close`, at exit, or when nothing refers to it."""
 
     def __init__(self, device: torch.device, failed: Callable[[BaseException], HostStepError]) -> None:
-        """Start nothing yet. `device`: whose events the tasks wait for. `failed`: makes the error that waiters raise."""
+        """Start nothing yet. The tasks wait for events of `device`, and `failed` makes the error that waiters raise."""
         self._device, self.failed = device, failed
         self._pool: ThreadPoolExecutor | None = None
         self._pid = -1
         self.ident = -1
 
     def do(self, what: Callable[[], None], group: TaskGroup | None = None) -> Task:
-        """Make the thread call `what` behind all tasks that were given before."""
+        """Make the thread call `what` after all tasks that were given before."""
         task = Task(what, group or TaskGroup(), self)
         self.put(task)
         return task
@@ -132,7 +132,7 @@ class HostThread:
         return Later(what, TaskGroup(), self)
 
     def put(self, task: Task) -> None:
-        """Queue a task, behind all that were given before."""
+        """Queue a task, after all that were given before."""
         if self._pool is None or self._pid != os.getpid():  # a forked child has no thread
             self._pid = os.getpid()
             self._pool = ThreadPoolExecutor(1, "torch-shard-host", _prepare, (self._device,))

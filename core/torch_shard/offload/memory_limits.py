@@ -27,7 +27,7 @@ from ..log import logger
 RESERVE = 1 << 30
 """Bytes that are left of each limit: for activations' copies, data loading, and what the libraries allocate as they go."""
 
-_MESSAGE = 4096  # bytes that a rank sends of its limits; one takes about 100
+_MESSAGE = 4096  # bytes of a rank's message about its limits; a limit takes about 100
 _REMEDY = (
     "Build the model on the meta device, so that it takes no memory beside its shards; keep parameters on disk "
     "(Offload(nvme=..., nvme_params=True)); use more hosts; or leave offload out where the devices have room."

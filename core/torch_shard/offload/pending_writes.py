@@ -30,7 +30,7 @@ class Copying:
     """A copy between host memory and a GPU, until a CUDA event. Its interface is that of a :class:`~.host_thread.Task`.
 
     Attributes:
-        event: the event recorded behind the copy.
+        event: the event recorded after the copy.
         writes: True if the copy goes to host memory.
     """
 
@@ -58,7 +58,7 @@ class PendingWrites:
     """
 
     def __init__(self, host: Host) -> None:
-        """Note no work yet. `host`: whose memory it is, and whose waits are added up."""
+        """Note no work yet. `host` has the memory, and adds up the time waited."""
         self._host = host
         self._works: list[Work] = []
         # By id: the tensors whose shards were taken away. The references are weak because a tensor refers to this object, and
@@ -86,7 +86,7 @@ class PendingWrites:
             self.wait()
 
     def start_deferred(self) -> None:
-        """Start the works that wait to be asked for, before the host thread is given what must come behind them."""
+        """Start the works that wait to be asked for, before the host thread is given what must come after them."""
         with self._lock:
             for work in self._works:
                 if isinstance(work, Later):
@@ -114,7 +114,8 @@ class PendingWrites:
     def exposed(self) -> bool:
         """True if the user has a plain tensor over the memory.
 
-        When one is found to be gone, :attr:`ended` grows: the memory may have been edited unseen since it was last looked at."""
+        When one is found to be gone, :attr:`ended` grows: the memory may have been edited unseen since it was last looked at.
+        """
         if not self._exported:
             return False
         with self._lock:

@@ -48,7 +48,7 @@ class Staging:
     def take(self, values: torch.Tensor) -> tuple[Staged, torch.Tensor]:
         """Return a buffer for a copy of `values`, and the part of it that has their length and dtype. The caller sets its `task`.
 
-        Waits until the host thread has read what was there, so that the thread is never further behind than there are buffers.
+        This waits until the host thread has read what was there, so that the thread lags by no more tasks than there are buffers.
 
         Raises:
             HostMemoryError: there is no memory for more than was reserved.
