@@ -26,10 +26,10 @@ from ..utils.autograd_private import graph_task
 from .storages import Storages
 
 _aten = torch.ops.aten
-_cuda: Any = vars(torch)["cuda"]  # asked for nothing: what it would say of this machine is replaced
+_cuda: Any = vars(torch)["cuda"]  # only patched: what it says of this machine is not used
 
-# What autocast runs in float32 on CUDA, from "CUDA Ops that can autocast to float32" in torch's documentation of torch.amp, as
-# far as the CPU's list has it not.
+# What autocast runs in float32 on CUDA, from "CUDA Ops that can autocast to float32" in torch's documentation of torch.amp,
+# except for what the CPU's list has, too.
 _FLOAT32 = (
     "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_similarity", "cross_entropy", "dist", "erfinv", "exp",
     "expm1", "group_norm", "hinge_embedding_loss", "kl_div", "l1_loss", "layer_norm", "log", "log10", "log1p", "log2",
@@ -68,7 +68,7 @@ class CudaStandIn(TorchFunctionMode):
             patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: list(kernels)),
             patch.object(amp_common, "amp_definitely_not_available", lambda: False),
             patch.object(_cuda, "is_bf16_supported", lambda *_: True),
-            # Of which device a checkpoint restores autocast where it sees tensors of the CPU alone.
+            # The device whose autocast a checkpoint restores if it sees only tensors of the CPU.
             patch.object(DefaultDeviceType, "_default_device_type", "cuda"),
             # F.multi_head_attention_forward calls it where this mode doesn't see it.
             patch.object(F, "scaled_dot_product_attention", self._attend),
@@ -85,7 +85,7 @@ class CudaStandIn(TorchFunctionMode):
                     hook.remove()
 
     def _recomputes(self, module: nn.Module, args: object) -> None:
-        """Enter it again: autograd runs without such modes, and so would the forwards that checkpoints recompute."""
+        """Enter the mode again: autograd runs without such modes, and so would the forwards that checkpoints recompute."""
         if self._recomputing is None and graph_task() != -1:
             self._recomputing = module
             self.__enter__()

@@ -15,7 +15,7 @@ from ..config.checks import check_int
 from ..errors import ConfigError
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-"""The names of what matrix products are computed in. As in data sheets, tf32 is a mode of computing and no dtype of torch."""
+"""The number formats in which matrix products are computed. As in data sheets, tf32 is a mode of computing, no dtype of torch."""
 
 # Only decimal multiples, as data sheets have, and bits spelled out: "Gb" is either, depending on who writes it.
 _BANDWIDTH = re.compile(r"([\d.]+(?:e[+-]?\d+)?) *([kMGT]?)(B|bit)/s", re.ASCII)

@@ -21,7 +21,7 @@ class Hardware:
         budget: the bytes of one device that a step may take.
         ranks, ranks_per_node: the number of ranks, and of those of a node.
         device: the figures of the device.
-        on: its type.
+        on: the type of the device.
         intra, inter: the links within a node and between nodes.
     """
 

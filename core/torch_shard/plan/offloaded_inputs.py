@@ -1,4 +1,4 @@
-"""Stands for :mod:`torch_shard.activation_offload` while a step is traced: the same copies of the same tensors, without values.
+"""A stand-in for :mod:`torch_shard.activation_offload` while a step is traced: the same copies of tensors, without values.
 
 The copies are written down as those of parameters are, but belong to no unit.
 """

@@ -19,8 +19,8 @@ _OVERWRITES = {
     "copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_",
     "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-_CHANNELS = 8  # fewer stay as they are
-_WIDEST = 14  # wider windows are unfolded into matrices
+_CHANNELS = 8  # inputs of fewer channels are not copied into another layout
+_WIDEST = 14  # the widest window of a convolution that is not unfolded into a matrix
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
@@ -133,4 +133,5 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def dtype_of(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """Return the dtype of the first floating-point tensor; None if there is none."""
     return next((t.dtype for t in tensors if t.dtype.is_floating_point), None)

@@ -11,7 +11,6 @@ from .search_results import Candidate
 PLACES = {"lightning": "Lightning", "accelerate": "Accelerate", "yaml": "accelerate launch", "plain": "torch_shard"}
 """What the keys of :func:`lines_for` stand for."""
 
-
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 _LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 

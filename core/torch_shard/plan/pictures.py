@@ -77,7 +77,6 @@ def memory_plot(
 
 def measured_memory_plot(measured: Sequence[tuple[float, int]]) -> str:
     """Return a plot of the measured bytes of a step, given with their seconds, as an SVG element."""
-
     unit, name = _unit_for(max(nbytes for _, nbytes in measured))
 
     def draw(axes: Any) -> None:

@@ -135,7 +135,7 @@ class ProfiledStep:
         starts = [
             (i, e) for i, e in enumerate(replay.step.events) if isinstance(e, CollectiveStart) and e.kind in STREAMS
         ]
-        # A sum between replicas is planned right behind the reduction, and waits for its turn on the CPU. Without a reduction
+        # A sum between replicas is planned right after the reduction, and waits for its turn on the CPU. Without a reduction
         # within a replica an all-reduce is the reduction itself.
         scattered = any(e.kind == "reduce_scatter" for _, e in starts)
         planned = _merged([(i, e.kind, e.unit) for i, e in starts if not (scattered and e.kind == "all_reduce")])

@@ -19,8 +19,9 @@ class Candidate:
 
     Attributes:
         strategy, prefetch, shard_size, offload: fields of :class:`torch_shard.ShardConfig`.
-        checkpointing: the repeated layers keep only their inputs, and recompute the rest in backward. Names of classes: these do.
-        activation_offload: these inputs wait for backward in host memory.
+        checkpointing: the repeated layers keep only their inputs, and recompute the rest in backward. If names of classes are
+            given, only the layers of these do.
+        activation_offload: the inputs of these layers wait for backward in host memory.
         micro_batch: the samples of one forward on one rank; None where the step says itself.
         accumulation: the number of micro-batches of a step.
     """
@@ -91,7 +92,7 @@ class Replay:
     Attributes:
         plan: the units.
         step: what the rank allocates, computes and sends.
-        timeline: when, on which stream.
+        timeline: when and on which stream it does so.
         clock: for each event of the step, the second at which what was computed before it has ended.
     """
 

@@ -186,8 +186,8 @@ class _Searching:
     def _levels(self) -> Iterator[list[_Way]]:
         """Yield ways to compute activations, those that cost least time first.
 
-        A row below has ways for all sizes of micro-batches. Each row takes less memory than the one before, at about the price of
-        the next smaller micro-batch, and so is one step behind it.
+        Each of the rows is tried with all sizes of micro-batches. A row takes less memory than the one before, at about the price
+        of the next smaller micro-batch, and so is one size behind it.
         """
         sizes: list[int | None] = [None]
         if self.batch is not None:

@@ -77,7 +77,7 @@ def sharded_step(
 
 
 class _Alone:
-    """Stands for reads of the model by one rank alone, which a replay has not."""
+    """A stand-in for reads of the model by one rank alone, of which a replay has none."""
 
     running = False
 
@@ -86,7 +86,7 @@ class _Alone:
 
 
 class _Operations:
-    """Stands for the operations that ranks compare: in a replay there is one rank."""
+    """A stand-in for the operations that ranks compare: in a replay there is one rank."""
 
     def __init__(self) -> None:
         self.on_difference = lambda: None

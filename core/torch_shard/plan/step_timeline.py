@@ -14,8 +14,10 @@ from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, S
 STREAMS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "between replicas"}
 """The streams on which collectives run."""
 _BY_CORES = 0.5
-"""The part of a collective's time that is taken from computing on CPUs, where Gloo's threads copy on the same cores; as seen with
-two ranks on two cores (``bench/choice.py``)."""
+"""The part of a collective's time that is taken from computing on CPUs, where Gloo's threads copy on the same cores.
+
+It was measured with two ranks on two cores (``bench/choice.py``).
+"""
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -108,8 +108,8 @@ class Operator:
 class ModuleEnter:
     """A module's forward or backward begins.
 
-    In backward it stands in front of the first operator that belongs to the module, as the nodes of autograd tell which were
-    made inside its forward. That of an enclosing module stands before.
+    In backward this comes before the first operator that belongs to the module: autograd's nodes tell which were made inside its
+    forward. The event of an enclosing module comes earlier.
 
     Attributes:
         module: the full name; ``""`` for the model itself.
@@ -273,7 +273,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The step asked for a value, which a trace has not, and went on with an assumed one.
+    """The step asked for a value, which a trace does not have, and went on with an assumed one.
 
     Attributes:
         operator: the operator that asked, such as ``"aten._local_scalar_dense.default"``, which is ``tensor.item()``.
@@ -291,7 +291,8 @@ class Peak:
     """The moment at which a step holds most memory.
 
     Attributes:
-        index: the index of the event after which that is; for an operator with a workspace, while it runs.
+        index: the index of the event after which the moment is; if that is an operator with a workspace, the moment is while
+            it runs.
         total: the bytes.
         kinds: the bytes of each kind, all kinds of :data:`KINDS`.
     """

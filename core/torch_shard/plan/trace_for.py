@@ -41,13 +41,12 @@ def trace_for(
         step: what is to be traced; autocast is part of it.
         plan: the plan of the model.
         config: the settings that the plan was made with.
-        device: as of ``trace_step``.
-        optimizers: as of ``trace_step``.
+        device, optimizers: the arguments of ``trace_step``.
         checkpointed: modules of which only the inputs are kept for backward; everything in them is computed again.
         offloaded: these inputs wait for backward in host memory, as with ``activation_offload``.
 
     Raises:
-        TraceError: as of ``trace_step``.
+        TraceError: as raised by ``trace_step``.
     """
     with computing_as(model, plan, config, checkpointed, offloaded) as dtypes:
         return trace_step(model, step, device=device, optimizers=optimizers, dtypes=dtypes)

@@ -46,7 +46,7 @@ def trace_step(
         device: the type of device on which the model is to be.
         optimizers: those that were made before and that the step uses. They hold the model's own parameters, which have no
             gradients here. Optimizers that the step makes from ``model.parameters()`` need not be named.
-        dtypes: by full name the dtypes of parameters that are to have other ones in this step than their own.
+        dtypes: the dtypes of parameters that have another dtype in this step than their own, by full name.
 
     Raises:
         TraceError: the step fails: a shape depends on values, a kernel or an attribute needs a real tensor, or the program
@@ -111,7 +111,7 @@ def explained(error: BaseException, failure: Failure | None) -> TraceError:
     if failure is not None and failure.error is error:
         if isinstance(error, DynamicOutputShapeException):
             return TraceError(
-                f"{failure.operator} at {failure.line} has an output whose shape depends on values, which a trace has not. "
+                f"{failure.operator} at {failure.line} has an output whose shape depends on values, which a trace does not have. "
                 "Use a form of fixed shape there (torch.where with three arguments, a product with the mask), or do it "
                 "outside of the step."
             )

@@ -1,4 +1,4 @@
-"""What stands for a unit while a step is replayed: it has sizes and states, and writes down what a unit would allocate."""
+"""A stand-in for a unit in a replayed step: it has sizes and states, and writes down what a unit would allocate."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Log:
 
     Attributes:
         events: the events so far.
-        quiet: nothing is written down, though storages get numbers.
-        on_streams: the device has streams, whose allocator reuses memory by itself.
+        quiet: True if nothing is written down, though storages get numbers.
+        on_streams: True if the device has streams, so that its allocator reuses memory by itself.
     """
 
     def __init__(self, device: str, number: int) -> None:
@@ -97,7 +97,7 @@ class FlatStandIn:
         unit: the name of its unit.
         params: its parameters.
         ranks: the ranks among which it is cut.
-        offloaded: its shards are in host memory.
+        offloaded: True if its shards are in host memory.
         full: the storage of the full parameters; None while they have no memory.
         buffer: the storage into which gradients are copied; None before the first one.
         held: storages of gradients that wait to be copied.
