@@ -1,4 +1,4 @@
-"""The command line: ``torch-shard inspect | verify | consolidate | convert | diff | selftest``.
+"""The command line: ``torch-shard inspect | verify | consolidate | convert | diff | selftest | plan``.
 
 Each command is one process, except for the self-test, which starts ranks.
 """

@@ -84,7 +84,7 @@ def make(size: Size, device: torch.device, seed: int = 0, between: Callable[[Ten
 
 
 def batch(size: Size, device: torch.device, *number: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets, both int64 [batch, context], of a step, a rank and a micro-batch given by `number`."""
+    """Return tokens and targets, both int64 [batch, context]; `number` has the step, the rank and the micro-batch, if given."""
     seed = 0
     for each in number:
         seed = 1009 * seed + each

@@ -38,7 +38,7 @@ def _upside_down(draw: Callable[[Any, list[Result]], None], results: list[Result
 
 
 def _errors(axes: Any, results: list[Result]) -> None:
-    """Draw each error as a part of its tolerance, from which on the check fails."""
+    """Draw each error as a part of its tolerance; the check fails above 1."""
     shares = [(r.measured or 0.0) / (r.tolerance or 1.0) for r in results]
     shares = [min(max(share, 1e-7), 1e7) if math.isfinite(share) else 1e7 for share in shares]
     axes.barh([r.name for r in results], shares, color=_BLUE)

@@ -23,6 +23,9 @@ from .context import Setting
 from .plots import plots_of
 from .results import PARTS, Result
 
+# The figures that the verdict shows, and those that are times.
+_SHOWN = ("step", "tokens/s", "MFU", "torch_shard's time of it", "of the time without", "waited for the host")
+_SECONDS = ("step", "fastest", "slowest", "waited for the host", "waited for gathers", "waited for reductions")
 _WHAT_TO_DO = {
     "correctness": "Don't train with this combination. Please report it, with the report attached.",
     "streams": "Results on this device may be wrong at times. Please report it, with the report attached.",
@@ -90,7 +93,7 @@ class Report:
 
     @property
     def conclusion(self) -> list[str]:
-        """Lines behind those of the parts: the first failure, and the counts of all."""
+        """The lines after those of the parts: the first failure, and the counts of all."""
         lines = []
         failed = [r for r in self.results if r.status == "failed"]
         if failed:
@@ -150,10 +153,6 @@ def _plain(value: Any) -> Any:
 def _times(result: Result) -> str:
     """Return a result's figures in words, for the verdict."""
     return ", ".join(f"{name} {_number(value, name)}" for name, value in result.figures.items() if name in _SHOWN)
-
-
-_SHOWN = ("step", "tokens/s", "MFU", "torch_shard's time of it", "of the time without", "waited for the host")
-_SECONDS = ("step", "fastest", "slowest", "waited for the host", "waited for gathers", "waited for reductions")
 
 
 def _number(value: Any, name: str = "") -> str:

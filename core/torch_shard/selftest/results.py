@@ -24,9 +24,9 @@ class Result:
 
     Attributes:
         part: the part of the self-test that it belongs to, one of :data:`PARTS`.
-        name: the case, and what of it was checked; unique within the part.
+        name: the name of the case, and of what was checked in it; unique within the part.
         status: whether it passed. A check that was skipped says nothing about the engine.
-        measured: what was found, on the rank where it was worst; None if the check came to no number.
+        measured: the number that was found, on the rank where it was worst; None if the check gives none.
         expected: what should have been found.
         tolerance: the largest difference between the two with which the check passes; None if `expected` is an upper limit.
         unit: the unit of the three numbers; empty for a relative error.

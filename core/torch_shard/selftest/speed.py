@@ -59,10 +59,10 @@ class Runner:
     """A model under an engine, and its optimizer, ready for steps.
 
     Attributes:
-        name: of the runner, for the results.
-        model, optimizer: what the engine has made of them.
-        autocast: the dtype of autocast in forward; None for none.
-        engine: torch_shard's, if it is one.
+        name: the name of the runner in the results.
+        model, optimizer: the model as the engine has wrapped or sharded it, and its optimizer.
+        autocast: the dtype of autocast in forward; None without autocast.
+        engine: the engine of torch_shard; None for DDP and FSDP2.
         loss: the mean loss over the ranks where the timed turns begin.
         wall: the seconds of a step in each timed turn, on the slowest rank.
     """
@@ -153,12 +153,12 @@ def build(
     """Put the model under an engine as its documentation says. Collective. On a GPU all but offload get torch's fused AdamW.
 
     Args:
-        name: of the runner.
-        size: the model's.
+        name: the name of the runner.
+        size: the sizes of the model.
         ranks: the ranks.
         low: the dtype of computation; gradients are reduced in fp32, and parameters and state are fp32. None for fp32.
         kind: ``"torch_shard"``, ``"DDP"`` or ``"FSDP2"``; `name` by default.
-        offload: the engine's setting.
+        offload: the setting of the engine of torch_shard.
     """
     device = ranks.device
     model: nn.Module = make(size, device)
