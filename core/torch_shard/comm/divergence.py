@@ -16,7 +16,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -32,6 +32,8 @@ _RECENT = 5  # operations quoted in an error message that has only this rank's h
 _MASK = (1 << 61) - 1
 _HASHES = 40  # bytes of a message before the flags of `comparisons`
 _HEAD = _HASHES + FLAGS
+# The hashes in a message, with their complements: of the operations up to the present one, of those before it, and of the name.
+_PRESENT, _EARLIER, _ENGINE = slice(0, 16), slice(16, 32), slice(32, _HASHES)
 
 # Beginnings of noted operations, and the name of a check, which decide the advice in an error.
 _BATCH = "computes with "
@@ -202,11 +204,11 @@ class OperationSequence:
         """
         h = message[:_HEAD].tolist()
         left, reads, records, works = h[_HASHES:]
-        if not left and _equal(h[:16]):
+        if not left and _equal(h[_PRESENT]):
             self._comparisons.met()
             return True
         only_reads = not (left or records or works)
-        apart = only_reads and _equal(h[32:_HASHES]) and not _equal(h[16:32])
+        apart = only_reads and _equal(h[_ENGINE]) and not _equal(h[_EARLIER])
         if apart or not (left or reads or _may_record_alone(h)):
             self._explain(meeting)
         return False
@@ -216,36 +218,33 @@ class OperationSequence:
         watchdog, what = self.collectives.watchdog, meeting.what
         history, line = meeting.history[: meeting.noted], meeting.line or caller_line()
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
-        mine: tuple[list[str], str, str, str, dict[str, int]] = (history, what, line, self.model, issued)
+        mine = _Account(history, what, line, self.model, issued)
         before = ", ".join(history[-_RECENT:]) or "nothing"
         own = f" Before it this rank had noted, since the last step: {before}."
         try:
-            answers: list[Any] = watchdog.exchange(what, mine, own)
+            accounts: list[_Account] = watchdog.exchange(what, mine, own)
         finally:
             self.hash, self.history = 0, []
         try:
-            self._raise(answers)
+            self._raise(accounts)
         except DivergenceError as error:
             # Some ranks have begun gathers or reductions that others have not (a backward failed on one rank). The next
             # collectives would pair with those and give wrong numbers.
-            if any(counts != issued for *_, counts in answers):
+            if any(account.issued != issued for account in accounts):
                 watchdog.channels["control"].groups.abort(watchdog.rank, error)
             raise
 
-    def _raise(self, answers: list[Any]) -> NoReturn:
-        if len({model for *_, model, _ in answers}) > 1:
-            places = [f"rank {r} is in {at} of {model} ({line})" for r, (_, at, line, model, _) in enumerate(answers)]
+    def _raise(self, accounts: list[_Account]) -> NoReturn:
+        if len({account.model for account in accounts}) > 1:
+            places = [f"rank {r} is in {a.what} of {a.model} ({a.line})" for r, a in enumerate(accounts)]
             raise DivergenceError(
                 f"the ranks ran different models, numbered in the order of shard(): {'; '.join(places)}. Every rank must run the "
                 "forwards, backwards and saves of several sharded models in the same order (iterate over a list, not a set)."
             )
-        steps = min(len(h) for h, *_ in answers)
-        first = next((i for i in range(steps) if len({h[i] for h, *_ in answers}) > 1), steps)
-        now = [history[first] if first < len(history) else f"nothing more before {at}" for history, at, *_ in answers]
-        places = [
-            f"rank {rank}: {text} ({line})"
-            for rank, (text, (_, _, line, *_)) in enumerate(zip(now, answers, strict=True))
-        ]
+        steps = min(len(account.history) for account in accounts)
+        first = next((i for i in range(steps) if len({account.history[i] for account in accounts}) > 1), steps)
+        now = [a.history[first] if first < len(a.history) else f"nothing more before {a.what}" for a in accounts]
+        places = [f"rank {r}: {text} ({a.line})" for r, (text, a) in enumerate(zip(now, accounts, strict=True))]
         differ = f"; the first difference is operation {first} of this step: " + "; ".join(places)
         if any(text.startswith(LOADS) for text in now):
             self.on_unlike_loads()
@@ -261,7 +260,7 @@ class OperationSequence:
                 "`if rank == ...`, and load a checkpoint on every rank before training goes on."
             )
         # A rank that is not at the start of a forward, say in a save, diverges for another reason than its number of batches.
-        if any(text.startswith(_BATCH) for text in now) and {at for _, at, *_ in answers} == {_FORWARD}:
+        if any(text.startswith(_BATCH) for text in now) and {account.what for account in accounts} == {_FORWARD}:
             raise DivergenceError(
                 f"the ranks have different numbers of batches{differ}. Parameters are gathered from all ranks, also to evaluate: "
                 "give each rank equally many batches (a DistributedSampler, or drop_last=True, or a limit on the number), or "
@@ -277,6 +276,24 @@ class OperationSequence:
             f"the ranks ran different units{differ}. Every rank must run the same modules in the same order; make the branch "
             "that differs depend on something all ranks share, or leave the module out with ShardConfig(ignore=...)."
         )
+
+
+class _Account(NamedTuple):
+    """What one rank tells the others when their operations differ.
+
+    Attributes:
+        history: the operations of this rank since the last step.
+        what: the name of the comparison.
+        line: the line of the user's code.
+        model: the name of the engine.
+        issued: the number of gathers and reductions that were issued, by channel.
+    """
+
+    history: list[str]
+    what: str
+    line: str
+    model: str
+    issued: dict[str, int]
 
 
 class _Meeting:
@@ -328,4 +345,4 @@ def _may_record_alone(message: list[int]) -> bool:
     If some ranks only read, they go first, and all compare once more.
     """
     left, reads, records, works = message[_HASHES:_HEAD]
-    return bool(records and not (left or reads) and (works or not _equal(message[32:_HASHES])))
+    return bool(records and not (left or reads) and (works or not _equal(message[_ENGINE])))
