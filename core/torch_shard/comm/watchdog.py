@@ -12,7 +12,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,24 @@ from .work import (
 if TYPE_CHECKING:
     from .traffic_statistics import StreamWaits
     from .work import Channel
+
+
+class _Post(NamedTuple):
+    """What a rank has put into the store for the others.
+
+    Attributes:
+        channel: the channel of the collective in which the rank waits; "" for trouble that it tells.
+        number: the number of that collective.
+        what: the name of the operation, or the trouble.
+        line: the line of the user's code.
+        issued: the number of collectives that the rank has issued, by channel.
+    """
+
+    channel: str
+    number: int
+    what: str
+    line: str
+    issued: dict[str, int]
 
 
 class Watchdog:
@@ -106,7 +124,7 @@ class Watchdog:
         """
         if self.size > 1:
             self._told = True
-            self._write(["", 0, trouble, caller_line(), {}])
+            self._write(_Post("", 0, trouble, caller_line(), {}))
 
     def troubles(self) -> str:
         """Return what other ranks have told, as sentences that each begin with a space. Not collective."""
@@ -114,12 +132,12 @@ class Watchdog:
             posts = self._posts_in(Messages(default_store(), self.key))
         except (RuntimeError, ValueError):  # the rank that serves the store is gone, or the process group
             return ""
-        return "".join(f" Rank {rank} {post[2]} at {post[3]}." for rank, post in posts.items() if not post[0])
+        return "".join(f" Rank {rank} {post.what} at {post.line}." for rank, post in posts.items() if not post.channel)
 
     def _post(self, channel: Channel, number: int, what: str) -> None:
-        self._write([channel.name, number, what, caller_line(), channel.groups.issued])
+        self._write(_Post(channel.name, number, what, caller_line(), channel.groups.issued))
 
-    def _write(self, post: list[Any]) -> None:
+    def _write(self, post: _Post) -> None:
         with contextlib.suppress(RuntimeError):  # the rank that serves the store is gone: the wait itself fails
             if self._posts is None:
                 self._posts = Messages(default_store(), self.key)
@@ -130,16 +148,16 @@ class Watchdog:
             if self._posts is not None:
                 self._posts.write(self.rank, "")
 
-    def _new_posts(self) -> dict[int, Any] | None:
-        """Return what the other ranks wait in, by rank; None if no rank has posted since the last call."""
+    def _new_posts(self) -> dict[int, _Post] | None:
+        """Return what the other ranks have posted, by rank; None if no rank has posted since the last call."""
         with contextlib.suppress(RuntimeError):
             if self._posts is not None and self._posts.changed():
                 return self._posts_in(self._posts)
         return None
 
-    def _posts_in(self, messages: Messages) -> dict[int, Any]:
+    def _posts_in(self, messages: Messages) -> dict[int, _Post]:
         """Return what the other ranks have posted and not withdrawn, by rank."""
-        return {rank: json.loads(text) for rank, text in messages.read().items() if text and rank != self.rank}
+        return {rank: _Post(*json.loads(text)) for rank, text in messages.read().items() if text and rank != self.rank}
 
     def wait(self, pending: Pending) -> None:
         """Wait for a collective that has not ended within the first tick, or that has failed.
@@ -159,7 +177,7 @@ class Watchdog:
         warned = self.timeout <= SLOW
         # The watchdog's own post is new to it, too, so that it reads the posts at once.
         self._post(pending.channel, pending.number, pending.what)
-        posts: dict[int, Any] = {}
+        posts: dict[int, _Post] = {}
         outer = None if service is None else service.collective
         try:
             if service is not None:
@@ -177,7 +195,7 @@ class Watchdog:
                     time.sleep(2 * self._tick)
                     raise DivergenceError(
                         f"rank {self.rank} waits in {pending.what} at {caller_line()}, while "
-                        + "; ".join(f"rank {r} waits in {posts[r][2]} at {posts[r][3]}" for r in stuck)
+                        + "; ".join(f"rank {r} waits in {posts[r].what} at {posts[r].line}" for r in stuck)
                         + ". The ranks run different operations: every rank must run the same forwards, backwards, "
                         "norms, gathers and saves in the same order (look for code under `if rank == ...`)."
                     )
@@ -284,19 +302,22 @@ class Watchdog:
                 "`if rank == ...`)."
             )
 
-    def _deadlocked(self, pending: Pending, posts: dict[int, Any]) -> list[int]:
+    def _deadlocked(self, pending: Pending, posts: dict[int, _Post]) -> list[int]:
+        """Return the ranks that wait for this one in a collective while this one waits for them in another."""
         stuck = []
-        for rank, (name, number, _what, _line, issued) in posts.items():
-            mine = self.channels.get(name)
-            they_lack_mine = rank in pending.channel.members and issued.get(pending.channel.name, 0) < pending.number
-            i_lack_theirs = mine is not None and rank in mine.members and mine.issued < number
+        for rank, post in posts.items():
+            mine = self.channels.get(post.channel)
+            they_lack_mine = (
+                rank in pending.channel.members and post.issued.get(pending.channel.name, 0) < pending.number
+            )
+            i_lack_theirs = mine is not None and rank in mine.members and mine.issued < post.number
             if they_lack_mine and i_lack_theirs:
                 stuck.append(rank)
         return stuck
 
-    def _warn(self, pending: Pending, posts: dict[int, Any]) -> None:
+    def _warn(self, pending: Pending, posts: dict[int, _Post]) -> None:
         """Log a warning once for all ranks that wait: only the lowest rank that has posted a wait logs it."""
-        if not any(rank in posts and posts[rank][0] for rank in range(self.rank)):
+        if not any(rank in posts and posts[rank].channel for rank in range(self.rank)):
             logger.warning(
                 "rank %d has waited %g s in %s at %s, and goes on waiting for up to %g s; %s.",
                 self.rank,
@@ -308,12 +329,13 @@ class Watchdog:
                 extra=ANY_RANK,
             )
 
-    def _elsewhere(self, posts: dict[int, Any]) -> str:
+    def _elsewhere(self, posts: dict[int, _Post]) -> str:
+        """Return what the other ranks do, as far as it is known, in one clause for each."""
         silent = [rank for rank in range(self.size) if rank != self.rank and rank not in posts]
         # One service is asked, since each may let this rank wait.
         place = (self.place_of(silent[0]) if silent else "") or "or is gone"
         return "; ".join(
-            f"rank {rank} {'waits in ' * bool(posts[rank][0])}{posts[rank][2]} at {posts[rank][3]}"
+            f"rank {rank} {'waits in ' * bool(posts[rank].channel)}{posts[rank].what} at {posts[rank].line}"
             if rank in posts
             else f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), "
             f"{place if rank == silent[0] else 'or is gone'})"
@@ -327,7 +349,7 @@ class Watchdog:
         line = "" if partners is None else partners.line_of(rank)
         return f"at {line}" if line else ""
 
-    def _explain(self, pending: Pending, posts: dict[int, Any]) -> str:
+    def _explain(self, pending: Pending, posts: dict[int, _Post]) -> str:
         return (
             f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {self._elsewhere(posts)}. "
             "The operation is collective: call it on every rank (look for code under `if rank == ...`). Work that one rank "
