@@ -8,7 +8,7 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -35,8 +35,21 @@ from .host_snapshot import SnapshotMemory
 from .save_plan import SavePlanner, decide, propose
 from .writer import write_file, write_manifest, write_metadata
 
-# The name of a rank's file, what the manifest and DCP's metadata say of it, and which entries are not sharded.
-_Part = tuple[str, FileRecord | None, list[WriteResult], tuple[str, ...]]
+
+class _Part(NamedTuple):
+    """What one rank has written.
+
+    Attributes:
+        file: the name of the rank's file.
+        record: what the manifest says of the file; None if there was nothing to write.
+        results: what DCP's metadata says of the entries in the file.
+        unsharded: the rank's entries of optimizer state that have their parameter's shape, but are not sharded.
+    """
+
+    file: str
+    record: FileRecord | None
+    results: list[WriteResult]
+    unsharded: tuple[str, ...]
 
 
 def save(
@@ -106,7 +119,8 @@ def _save(
         return target, contents, _facts(engine, sources, contents)
 
     def settings(found: tuple[Path, dict[str, Any], dict[str, Any]]) -> object:
-        return str(found[0]), keep, asynchronous, sorted(found[1].keys() - {EXTRA})
+        target, contents, _ = found
+        return str(target), keep, asynchronous, sorted(contents.keys() - {EXTRA})
 
     with uncollected():
         target, contents, facts = each(runtime, what, begin, key=settings)
@@ -214,7 +228,7 @@ class _Save:
 
     def _lead(self, barrier: HeartbeatBarrier | None) -> str | None:
         """Decide who writes what, write rank 0's part, and make the checkpoint of all parts."""
-        others = range(1, self.world) if barrier is not None else ()
+        others = range(1, self.world)
 
         def answers(what: str) -> list[Any]:
             return [] if barrier is None else [pickle.loads(barrier.read(what, rank)) for rank in others]
@@ -264,16 +278,15 @@ class _Save:
     def write(self, plan: SavePlan) -> _Part:
         """Write this rank's file."""
         record, results = write_file(self.beside, plan, self.resolve)
-        return str(plan.storage_data), record, results, self.facts["whole"]
+        return _Part(str(plan.storage_data), record, results, self.facts["whole"])
 
     def finish(self, metadata: Metadata, parts: list[_Part]) -> None:
         """Write metadata and manifest, put the directory in its place, and delete the siblings beyond `keep`. On rank 0."""
         assert self.saving is not None
-        files = {name: record for name, record, _, _ in parts if record is not None}
-        results = [results for _, _, results, _ in parts]
-        files[METADATA] = write_metadata(self.beside, metadata, results, self.save_id)
+        files = {part.file: part.record for part in parts if part.record is not None}
+        files[METADATA] = write_metadata(self.beside, metadata, [part.results for part in parts], self.save_id)
         # Ranks need not have the same state: of optimizers that step on full matrices each has that of some parameters.
-        unsharded = tuple(dict.fromkeys(name for *_, names in parts for name in names))
+        unsharded = tuple(dict.fromkeys(name for part in parts for name in part.unsharded))
         write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": unsharded}))
         commit(self.saving, self.target)
         # The new checkpoint is in place: a failure to delete an older one is only logged.
