@@ -39,21 +39,14 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
         ShardError: `function` failed on a rank. That rank raises its own exception, an OSError as a :class:`CheckpointError`;
             the other ranks raise an error that quotes it, see :func:`.consensus.agree`.
     """
-    error: Exception | None = None
-    result: Any = None
     barrier = heartbeat_barrier(port, nonce)
-    own_key: Any = None
-    try:
+
+    def work() -> T:
         with _at_work(barrier), port.operations.unnoted():
-            result = function()
-        own_key = key(result) if callable(key) else key
-    except OSError as problem:
-        error = CheckpointError(
-            f"rank {port.collectives.world_rank}: {what}: {problem}. Nothing in training was changed."
-        )
-        error.__cause__ = problem
-    except Exception as problem:
-        error = problem
+            return function()
+
+    where = f"rank {port.collectives.world_rank}: {what}"
+    result, own_key, error = _attempt(work, key, where, " Nothing in training was changed.")
     try:
         agree(port, what, own_key, error)
     finally:
@@ -80,19 +73,12 @@ def each_rank(function: Callable[[], T], what: str, seconds: float, key: object 
         DivergenceError: the keys differ.
     """
     world, me = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
-    error: Exception | None = None
-    result: Any = None
-    answer: dict[str, str] = {}
-    try:
-        result = function()
-        answer["key"] = repr(key(result) if callable(key) else key)
-    except OSError as problem:
-        error = CheckpointError(f"rank {me}: {what}: {problem}.")
-        error.__cause__ = problem
-    except Exception as problem:
-        error = problem
-    if error is not None:
-        answer = {"error": type(error).__name__, "text": str(error)}
+
+    def text_of_key(found: T) -> str:
+        return repr(key(found) if callable(key) else key)
+
+    result, text, error = _attempt(function, text_of_key, f"rank {me}: {what}")
+    answer = {"key": text} if error is None else {"error": type(error).__name__, "text": str(error)}
     texts = {me: json.dumps(answer)}
     if world > 1:
         _, texts = exchange_texts(list(range(world)), "torch_shard/each_rank", texts[me], seconds, what)
@@ -106,6 +92,24 @@ def each_rank(function: Callable[[], T], what: str, seconds: float, key: object 
     if len(set(keys)) > 1:
         raise errors.DivergenceError(f"{what}: the ranks passed different arguments: {keys}.")
     return result  # type: ignore[no-any-return]
+
+
+def _attempt(
+    function: Callable[[], Any], key: object, where: str, remark: str = ""
+) -> tuple[Any, Any, Exception | None]:
+    """Call `function`; return its result, the key, and the error if one of them failed.
+
+    An OSError becomes a :class:`CheckpointError` with the text of the error between `where` and `remark`.
+    """
+    try:
+        result = function()
+        return result, key(result) if callable(key) else key, None
+    except OSError as problem:
+        error = CheckpointError(f"{where}: {problem}.{remark}")
+        error.__cause__ = problem
+        return None, None, error
+    except Exception as problem:
+        return None, None, problem
 
 
 @contextlib.contextmanager
