@@ -352,11 +352,8 @@ class Recorder(TorchDispatchMode):
             args = self._adopted(args)
             kwargs = {key: self._adopted(value) for key, value in kwargs.items()}
         asked = kwargs.get("device")
-        if asked is not None and asked.type not in (
-            "cpu",
-            "meta",
-            self._device,
-        ):  # which autograd could end the process for
+        # Autograd could end the process for a tensor on another device.
+        if asked is not None and asked.type not in ("cpu", "meta", self._device):
             raise TraceError(
                 f"a tensor is put on {asked} at {line_of(sys._getframe(1))}: the trace is for {self._device}."
             )

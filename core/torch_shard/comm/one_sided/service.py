@@ -156,30 +156,7 @@ class Service:
             )
             wire.send(link, {"state": state, "place": place})
         elif kind == "admit":
-            with self._offered:  # this rank may still be in the shard() from which the partner has returned
-                key = request["model"]
-                self._offered.wait_for(lambda: key in self._sources or key in self._gone, request["seconds"])
-            source = self._source(request["model"])
-            if source is None:
-                wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
-                return
-            self.served = time.monotonic()
-            reader = _Admitted(request["model"], source.versions)
-            version = tuple(request["count"]), request["digest"]
-
-            def waits_for_it() -> bool:  # asked while this rank has not made the version yet
-                self.awaited.add(partner)
-                # The reader comes to no comparison while it waits for the answer.
-                return self.joined > request["issued"]
-
-            try:
-                answer = source.versions.admit(reader, *version, request["seconds"], waits_for_it)
-            finally:
-                self.awaited.discard(partner)
-            if answer.outcome == "admitted":
-                reader.before = answer.before
-                admitted[request["reader"]] = reader
-            wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
+            self._admit(link, request, admitted, partner)
         elif kind == "shard":
             self._send_shard(link, request, admitted)
             self.served = time.monotonic()
@@ -195,6 +172,33 @@ class Service:
             with self._farewell:
                 self.farewells.add(request["sender"])
                 self._farewell.notify_all()
+
+    def _admit(
+        self, link: socket.socket, request: dict[str, Any], admitted: dict[int, _Admitted], partner: int
+    ) -> None:
+        key, seconds = request["model"], request["seconds"]
+        with self._offered:  # this rank may still be in the shard() from which the partner has returned
+            self._offered.wait_for(lambda: key in self._sources or key in self._gone, seconds)
+        source = self._source(key)
+        if source is None:
+            wire.send(link, {"outcome": "unknown", "finished": 0, "line": ""})
+            return
+        self.served = time.monotonic()
+        reader = _Admitted(key, source.versions)
+
+        def waits_for_it() -> bool:  # asked while this rank has not made the version yet
+            self.awaited.add(partner)
+            # The reader comes to no comparison while it waits for the answer.
+            return self.joined > request["issued"]
+
+        try:
+            answer = source.versions.admit(reader, tuple(request["count"]), request["digest"], seconds, waits_for_it)
+        finally:
+            self.awaited.discard(partner)
+        if answer.outcome == "admitted":
+            reader.before = answer.before
+            admitted[request["reader"]] = reader
+        wire.send(link, {"outcome": answer.outcome, "finished": answer.finished, "line": answer.line})
 
     def _send_shard(self, link: socket.socket, request: dict[str, Any], admitted: dict[int, _Admitted]) -> None:
         reader = admitted.get(request["reader"])
