@@ -105,7 +105,7 @@ class PendingWrites:
             local: torch.Tensor = tensor._local  # waits
             if not local.numel():
                 return local
-            _ = self.exposed  # forgets those that are gone, which would add up where nothing is ever stepped on
+            self._forget_gone()  # they would add up where nothing is ever stepped on
             given, result = ExportedTensor.of(local, tensor._shard_state.flat)
             self._exported.append(given)
             return result
@@ -119,11 +119,15 @@ class PendingWrites:
         if not self._exported:
             return False
         with self._lock:
-            for tensor in [one for one in self._exported if not one.is_held()]:
-                tensor.forget()
-                self._exported.remove(tensor)
-                self.ended += 1
+            self._forget_gone()
             return bool(self._exported)
+
+    def _forget_gone(self) -> None:
+        """Forget the plain tensors that the user has dropped. Call this with the lock."""
+        for tensor in [one for one in self._exported if not one.is_held()]:
+            tensor.forget()
+            self._exported.remove(tensor)
+            self.ended += 1
 
     # -- for sharded tensors --------------------------------------------------------------------------------------
     def add_alias(self, alias: Any) -> None:

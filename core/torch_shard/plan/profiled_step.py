@@ -77,7 +77,7 @@ class ProfiledStep:
         try:
             content = Path(path).read_bytes()
             text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-            return cls._from(json.loads(text)["traceEvents"], units, on_device)
+            return cls._from_events(json.loads(text)["traceEvents"], units, on_device)
         except ConfigError:
             raise
         except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -87,7 +87,7 @@ class ProfiledStep:
             ) from error
 
     @classmethod
-    def _from(cls, events: Sequence[Mapping[str, Any]], units: Collection[str], on_device: bool) -> ProfiledStep:
+    def _from_events(cls, events: Sequence[Mapping[str, Any]], units: Collection[str], on_device: bool) -> ProfiledStep:
         begin, end = _window(events)
         inside = sorted((e for e in events if begin <= e.get("ts", -1) <= end), key=lambda e: e["ts"])
         threads: dict[Any, list[_Range]] = {}

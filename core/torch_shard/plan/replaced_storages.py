@@ -23,7 +23,7 @@ class Replaced:
 
     Attributes:
         nbytes: the bytes of each parameter that is sharded, as they are in the trace.
-        absent: storages that there are not: full parameters, and gradients that autograd clones for ``.grad``.
+        absent: storages that a sharded model does not have: full parameters, and gradients that autograd clones for ``.grad``.
         handed_over: gradients that autograd hands over, and that end when they are copied.
         grad_of: the name of the parameter whose ``.grad`` a storage is in the plain model.
         standing: what is allocated in this step and is there before a later one: optimizer state, and inputs from outside.

@@ -265,7 +265,7 @@ class _Replay:
 
     def _operator(self, event: Operator) -> None:
         if event.outputs and self.replaced.absent.issuperset(event.outputs):
-            return  # it makes what there is not
+            return  # it makes what a sharded model does not have
         if event.phase == "optimizer":
             if self.offload is not None:  # see `_step_on_host`
                 return

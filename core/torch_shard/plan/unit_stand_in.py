@@ -35,7 +35,7 @@ class Log:
         self._number = number
         self._collectives = 0
         self._spares: SpareBuffers[int] = SpareBuffers()
-        self._spare: set[int] = set()
+        self._given_back: set[int] = set()  # the storages of spare buffers
 
     def add(self, event: Event) -> None:
         if not self.quiet:
@@ -68,13 +68,13 @@ class Log:
     def take(self, numel: int, dtype: torch.dtype, unit: str, kind: Kind = "reduction") -> int:
         """Return the storage of a buffer for a reduction, perhaps one that was given back."""
         found = self._spares.take((numel, dtype))
-        self._spare.discard(-1 if found is None else found)
+        self._given_back.discard(-1 if found is None else found)
         self._free_dropped()
         return self.allocate(numel * dtype.itemsize, kind, unit) if found is None else found
 
     def give(self, storage: int, numel: int, dtype: torch.dtype) -> None:
         """Give a buffer back, which is kept or freed."""
-        self._spare.add(storage)
+        self._given_back.add(storage)
         if not self.on_streams:
             self._spares.give((numel, dtype), storage)
         self._free_dropped()
@@ -84,9 +84,10 @@ class Log:
         self._free_dropped()
 
     def _free_dropped(self) -> None:
-        for storage in self._spare.difference(self._spares):
+        """Free the buffers that were given back and are not kept any more."""
+        for storage in self._given_back.difference(self._spares):
             self.free(storage)
-            self._spare.discard(storage)
+            self._given_back.discard(storage)
 
 
 @dataclass(eq=False)

@@ -169,18 +169,18 @@ class Runs:
         self._runs, self.pieces, self.stepped, self.stepped_flats = [], [], [], []
         self._entries, self._values, self.elements, self._memory, self._seen = [], [], [], [], []
         self._gathered, self._narrowed, self._regular = [], [], False
-        pattern = self._gradients()
+        grad_kinds = self._gradient_kinds()
         kinds = {
             i: (self._kind(i), signature(p, state.get(p)), i if self._stands_out(p) else None)
             for i, p in enumerate(self.params)
-            if pattern[i]
+            if grad_kinds[i]
         }
-        segments, empty = self._segments(pattern, kinds)
+        segments, empty = self._segments(grad_kinds, kinds)
         self._runs = runs_of(segments, kinds)
         for i in empty:  # a run steps their counters, too, so that all ranks agree
             run = next((run for run in self._runs if run.kind == kinds[i]), None)
             if run is None:
-                nothing = None if pattern[i] == _REDUCED else self.flats[self.flat_numbers[i]].memory[0:0]
+                nothing = None if grad_kinds[i] == _REDUCED else self.flats[self.flat_numbers[i]].memory[0:0]
                 segment = Segment(self.flat_numbers[i], 0, 0, nothing)
                 run = Run([segment], kinds[i])
                 self._runs.append(run)
@@ -191,11 +191,11 @@ class Runs:
         members = [i for run in self._runs for i in run.members]
         self.stepped = [self.params[i] for i in members]
         self.stepped_flats = [self.flats[n] for n in dict.fromkeys(self.flat_numbers[i] for i in members)]
-        self._regular, self._limit = _OTHER not in pattern, limit
-        present = [i for i, kind in enumerate(pattern) if kind == _REDUCED]
+        self._regular, self._limit = _OTHER not in grad_kinds, limit
+        present = [i for i, kind in enumerate(grad_kinds) if kind == _REDUCED]
         self._present = [self.params[i] for i in present]
         self._present_specs = [self.specs[i] for i in present]
-        self._absent = [self.params[i] for i, kind in enumerate(pattern) if kind == _NONE]
+        self._absent = [self.params[i] for i, kind in enumerate(grad_kinds) if kind == _NONE]
         first_of: dict[int, int] = {}  # by shard, the position of its first present parameter
         self._firsts = [first_of.setdefault(self.flat_numbers[i], n) for n, i in enumerate(present)]
         self._find_gradients({i: n for n, i in enumerate(present)}, first_of)
@@ -217,21 +217,21 @@ class Runs:
                 found += (p, *p.__dict__, *p.__dict__.values())
         return found
 
-    def _gradients(self) -> list[int]:
+    def _gradient_kinds(self) -> list[int]:
         """Return the kind of each parameter's gradient."""
-        pattern: list[int] = []
+        grad_kinds: list[int] = []
         results: dict[int, torch.Tensor] = {}
         for p, spec, number in zip(self.params, self.specs, self.flat_numbers, strict=True):
             grad = own_grad(p)
             if grad is None:
-                pattern.append(_NONE)
+                grad_kinds.append(_NONE)
                 continue
             found = flat_of(grad) if isinstance(grad, ShardTensor) else None
             if found is not None and _spec(grad) is spec and results.setdefault(number, found) is found:
-                pattern.append(_REDUCED)
+                grad_kinds.append(_REDUCED)
             else:
-                pattern.append(_OTHER)
-        return pattern
+                grad_kinds.append(_OTHER)
+        return grad_kinds
 
     # -- runs -----------------------------------------------------------------------------------------------------
     def has_counters_only(self) -> bool:
@@ -242,7 +242,7 @@ class Runs:
             for key, value in run.pieces[0].state.items()
         )
 
-    def _segments(self, pattern: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
+    def _segments(self, grad_kinds: list[int], kinds: dict[int, Any]) -> tuple[list[Segment], list[int]]:
         """Return the segments, and the numbers of the parameters without elements on this rank."""
         segments: list[Segment] = []
         empty: list[int] = []
@@ -252,7 +252,7 @@ class Runs:
             if start == stop:
                 empty.append(i)
                 continue
-            segment, slot, other = segments[-1] if segments else None, self.specs[i].index, pattern[i] == _OTHER
+            segment, slot, other = segments[-1] if segments else None, self.specs[i].index, grad_kinds[i] == _OTHER
             # Between neighbours in the layout there is only padding.
             if (
                 segment is None
