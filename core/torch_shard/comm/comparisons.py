@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Purpose(enum.IntEnum):
-    """What a rank comes to a comparison for. Each has a flag in the message."""
+    """The purpose with which a rank comes to a comparison. Each has a flag in the message."""
 
     READS = 1
     """The rank reads the model, and reads alone where others do something else, or are late."""

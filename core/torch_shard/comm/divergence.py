@@ -279,7 +279,7 @@ class OperationSequence:
 
 
 class _Account(NamedTuple):
-    """What one rank tells the others when their operations differ.
+    """The account that one rank gives the others when their operations differ.
 
     Attributes:
         history: the operations of this rank since the last step.
@@ -297,7 +297,7 @@ class _Account(NamedTuple):
 
 
 class _Meeting:
-    """What one rank comes to a comparison with."""
+    """One rank's side of a comparison."""
 
     def __init__(
         self,

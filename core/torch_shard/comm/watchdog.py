@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class _Post(NamedTuple):
-    """What a rank has put into the store for the others.
+    """A rank's post in the store for the others.
 
     Attributes:
         channel: the channel of the collective in which the rank waits; "" for trouble that it tells.
@@ -58,7 +58,7 @@ class _Post(NamedTuple):
 
 
 class Watchdog:
-    """Waits for collectives with a timeout, and explains a wait that does not end.
+    """The waits for collectives, which have a timeout, and the explanation of a wait that does not end.
 
     A rank that has waited for a second posts in the store which collective it waits in, and how many collectives of each
     channel it has issued. If each of two ranks waits in a collective that the other has not issued, neither can ever go on,

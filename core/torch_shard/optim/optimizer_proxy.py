@@ -16,7 +16,7 @@ from .failed_steps import explained
 
 
 class StepBackend:
-    """What a step works on in place of the user's parameters; one for each optimizer.
+    """The groups and the state that a step works on in place of the user's; one object for each optimizer.
 
     Attributes:
         runtimes: the runtimes of the engines whose parameters the optimizer holds.

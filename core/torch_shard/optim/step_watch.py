@@ -48,7 +48,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StepWatch:
-    """Follows optimizers' steps for one runtime; closed with its engine.
+    """The part of an engine that follows optimizers' steps; closed with the engine.
 
     torch's global pre-hook finds the optimizers. The work around a step is done in hooks of the optimizer's own: the last
     one before the step and the first one after it, so that all others see the optimizer as it is.

@@ -136,7 +136,7 @@ def link(text: str) -> Link:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """A device that one rank computes with.
 
     Attributes:
         name: what it is called, for reports.

@@ -15,7 +15,7 @@ OUTSIDE = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """What a step is to fit: the ranks, their devices, and the links between them.
+    """The hardware that a step is to fit: the ranks, their devices, and the links between them.
 
     Attributes:
         budget: the bytes of one device that a step may take.

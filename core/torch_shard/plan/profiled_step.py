@@ -43,7 +43,7 @@ class _Range(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """What was recorded of one step on one rank.
+    """The record of one step on one rank.
 
     Attributes:
         timeline: what ran on the streams ``compute``, ``gather``, ``reduce`` and ``between replicas``, and on others by number.

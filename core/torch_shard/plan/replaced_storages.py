@@ -19,7 +19,7 @@ from .step_trace import (
 
 
 class Replaced:
-    """What a trace says of the parameters that are sharded.
+    """The storages in a trace of a plain model that a sharded model does not have, or not for as long.
 
     Attributes:
         nbytes: the bytes of each parameter that is sharded, as they are in the trace.

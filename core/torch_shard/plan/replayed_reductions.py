@@ -25,7 +25,7 @@ class _Reduction:
 
 
 class ReplayedReductions:
-    """What :class:`torch_shard.runtime.reduce_schedule.ReduceSchedule` and ``GradientBuffer`` allocate, and when.
+    """A stand-in for :class:`torch_shard.runtime.reduce_schedule.ReduceSchedule` and ``GradientBuffer``, with their allocations.
 
     Over Gloo the host collects those reductions that have ended, which depends on the other ranks. What takes most memory is
     assumed.

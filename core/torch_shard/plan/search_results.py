@@ -61,7 +61,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a candidate takes on one rank.
+    """The memory and the time that a candidate takes on one rank.
 
     Attributes:
         candidate: the settings.
@@ -104,7 +104,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What :func:`torch_shard.plan.search` has found.
+    """The result of :func:`torch_shard.plan.search`.
 
     Attributes:
         estimates: the candidates that fit, the fastest first; then the others, that which lacks least first. Of those whose
@@ -134,7 +134,7 @@ class Search:
 
     @property
     def shortage(self) -> str:
-        """What is missing where nothing fits, in a sentence, and what to do."""
+        """A text about what is missing if nothing fits, and what to do."""
         first = self.estimates[0]
         return (
             f"no settings fit {mib(self.budget)} MiB. {first.candidate} lacks least, {mib(first.lacks)} MiB. Parameters, "

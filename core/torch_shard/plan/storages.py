@@ -20,7 +20,7 @@ from .step_trace import Event, Free, Kind, Phase
 
 @dataclass(eq=False)
 class Storage:
-    """What is known of one storage so far."""
+    """One storage, as far as it is known by now."""
 
     number: int
     nbytes: int

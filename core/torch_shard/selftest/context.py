@@ -15,7 +15,7 @@ JOB, NOTES, EXIT = "job.json", "notes", "exit.txt"
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides which cases there are, and how large they are. It goes from the parent to the ranks as JSON.
+    """The setting that decides which cases there are, and how large they are. It goes from the parent to the ranks as JSON.
 
     Attributes:
         kind: the devices, ``"cpu"`` or ``"cuda"``.
@@ -35,13 +35,13 @@ class Setting:
 
     @property
     def untimed(self) -> str:
-        """Why step times would say nothing; empty if they do."""
+        """The reason why step times would say nothing; empty if there is none."""
         return "ranks share a GPU, so that times say nothing" if self.shares else ""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the ranks give a case: themselves, the setting, and a folder that they share."""
+    """The context of a case: the ranks, the setting, and a folder that the ranks share."""
 
     ranks: Ranks
     setting: Setting

@@ -35,7 +35,7 @@ TOLERANCES = {"fp32": 1e-3, "bf16 reduced in fp32": 0.05, "bf16": 0.1}
 
 @dataclass(frozen=True)
 class Sharded:
-    """How sharded training differs from the plain one that it is compared with.
+    """The settings of sharded training that the plain training it is compared with does not have.
 
     Attributes:
         strategy, precision: the engine's settings, `precision` as a name of :data:`PRECISIONS`.
@@ -101,7 +101,7 @@ def stream_cases(setting: Setting) -> list[Case]:
 
 
 class _Late(torch.autograd.Function):
-    """Keeps the device busy in forward and in backward, so that whatever does not wait for it comes too early."""
+    """A function that keeps the device busy in forward and in backward, so that whatever does not wait for it comes too early."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .model import SMALL, batch, make, mean_loss
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained.
+    """A recipe for training a model.
 
     Attributes:
         optimizer: ``"SGD"`` or ``"AdamW"``.
@@ -42,7 +42,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training leaves: the mean loss and the gradients' norm of each step, and parameters before and after by name."""
+    """The outcome of a training: the mean loss and the gradients' norm of each step, and parameters before and after by name."""
 
     losses: Sequence[float]
     norms: Sequence[float]

@@ -37,7 +37,7 @@ _WHAT_TO_DO = {
 
 @dataclass(frozen=True)
 class Report:
-    """What a self-test has found.
+    """The findings of a self-test.
 
     Attributes:
         setting: the devices, ranks and sizes.
@@ -64,7 +64,7 @@ class Report:
 
     @property
     def verdict(self) -> list[str]:
-        """Lines for people: counts by part, why checks were skipped, the first failure and what to do about it."""
+        """The lines for people: counts by part, why checks were skipped, the first failure and what to do about it."""
         parts = [line for part in PARTS for line in self.part(part)]
         return [self.title, "", *parts, *self.conclusion]
 

@@ -89,7 +89,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says; see the module's docstring. ``files`` has every file of the checkpoint but the manifest."""
+    """The contents of a manifest; see the module's docstring. ``files`` has every file of the checkpoint but the manifest."""
 
     id: str
     world_size: int

@@ -37,7 +37,7 @@ from .writer import write_file, write_manifest, write_metadata
 
 
 class _Part(NamedTuple):
-    """What one rank has written.
+    """The part of a checkpoint that one rank has written.
 
     Attributes:
         file: the name of the rank's file.

@@ -20,7 +20,7 @@ _BRIEF = 2.0  # seconds that an error message waits for a rank's line
 
 @dataclass(frozen=True)
 class ShardPart:
-    """What a reader wants of a rank's shard.
+    """The part of a rank's shard that a reader wants.
 
     Attributes:
         unit, flat: the number of the unit, and that of the flat buffer in it.

@@ -53,7 +53,7 @@ class _Admitted:
 
 
 class Service:
-    """Serves the shards of one rank to its partners, for all engines over one set of process groups.
+    """The service of one rank's shards to its partners, for all engines over one set of process groups.
 
     Attributes:
         address: where the service listens.

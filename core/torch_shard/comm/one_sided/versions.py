@@ -40,7 +40,7 @@ class Admission:
 
 
 class Versions:
-    """Counts the changes of a model's shards: optimizer steps, edits and loads.
+    """The count of changes of a model's shards: optimizer steps, edits and loads.
 
     All ranks make the same changes, so that equal counts mean one version of the model. Edits whose values are known in full are
     not counted, but named by these values, since one rank alone may make them and take them back (:class:`.Edits`). A change

@@ -18,7 +18,7 @@ _LONGEST = 1 << 20  # bytes of a JSON object; a stranger that connects must not 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank's service listens: the host's name, its address in the network of the ranks, the port, and a secret."""
+    """The address of a rank's service: the host's name, its address in the network of the ranks, the port, and a secret."""
 
     host: str
     network: str
