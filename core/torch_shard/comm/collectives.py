@@ -86,7 +86,7 @@ class Collectives:
         gather_stream, reduce_stream: the streams for gathers and for reductions; None on the CPU.
         replica_stream: the stream for all-reduces between replicas, which don't hold up the next reduction within a replica.
         released: streams that may still compute with memory which was allocated on the gather stream and is free since.
-        memory: where gathers and reductions take their memory from; None for the device's usual pool.
+        memory: the pool from which gathers and reductions take their memory; None for the device's usual pool.
         world, world_rank: the number of the engine's ranks, and the number of this rank among them.
         size, rank: the number of ranks that share one replica of the parameters, and the number of this rank among them.
         data_parallel_size: the number of ranks whose gradients are averaged: all of them, unless there is tensor parallelism.

@@ -165,7 +165,7 @@ class Comparisons:
 
         Args:
             watchdog, message, flags, what: the arguments of :meth:`all_reduce`.
-            then: called with True once all ranks have come, or with False if that fails.
+            then: a function, which is called with True once all ranks have come, or with False if that fails.
         """
         self._unfinished = self._issue(watchdog, message, flags, what, Purpose.WORKS), then
 

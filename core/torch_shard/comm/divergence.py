@@ -105,7 +105,7 @@ class OperationSequence:
             notes: the operations, as for :meth:`note`.
             purpose: what this rank comes for; :attr:`.Purpose.WORKS` if it may not read alone.
             alone_after: see :meth:`.Comparisons.all_reduce`.
-            payload: as for :meth:`check`.
+            payload: the argument of :meth:`check`.
 
         Returns:
             What :meth:`check` returns; None if another rank does something else, so that this rank reads alone. Nothing is noted

@@ -90,7 +90,7 @@ class ProcessGroups:
         released: see :class:`.collectives.Collectives`.
         memory: the memory that is registered with the communicators, by device.
         engine_order: the engines over these groups, with the backwards that are running in them.
-        comparisons: where the ranks compare their operations, or leave each other to read alone.
+        comparisons: the comparisons of the ranks' operations, which a rank may leave to read alone.
         has_stepped: an optimizer of one of the engines has stepped.
     """
 

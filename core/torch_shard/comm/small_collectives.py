@@ -36,7 +36,7 @@ class ScalarComm:
     another rank.
 
     Attributes:
-        watchdog: waits for the collectives.
+        watchdog: the watchdog, which waits for the collectives.
         channel: the channel over the ranks of the communicator; None if this rank is alone in it, and nothing is sent.
         over_replicas: the communicator over all replicas; None if this one spans them.
         device: the device to which tensors are copied before they are sent (for shards in host memory); None for their own.

@@ -175,7 +175,7 @@ class Pending:
         Args:
             watchdog: watches the waits.
             channel: the channel, on which this is collective `number`.
-            number: as :meth:`Channel.count` gives it.
+            number: the result of :meth:`Channel.count`.
             what: the name of the operation, for error messages.
             work: the backend's ``Work``, or an :class:`OnStream`; None if there is nothing to wait for.
             event: on a device, recorded on the side stream after the collective.

@@ -41,7 +41,7 @@ def fetch(address: int, nbytes: int, *, go_on: Callable[[], bool]) -> None:
     Args:
         address: the address of the mapping's first byte.
         nbytes: the length of the mapping.
-        go_on: is asked now and then; False ends the reading.
+        go_on: a function that is asked now and then; False ends the reading.
 
     Raises:
         OSError: a page can't be read (or, on a file system that copies on write, has no place to be written to). Its use would

@@ -36,7 +36,7 @@ class Block:
     """Memory that was allocated and not freed yet.
 
     Attributes:
-        address: where it begins, in an address space of the allocator's own.
+        address: the beginning of the block, in an address space of the allocator's own.
         size: its bytes, rounding included, which count as allocated. In the large pool this may be up to 1 MiB more than the
             rounded request, because so small a remainder isn't split off.
     """

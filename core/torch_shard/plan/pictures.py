@@ -55,8 +55,8 @@ def memory_plot(
     Args:
         step: a replayed step.
         clock: the second of each of its events; see :func:`torch_shard.plan.step_timeline.timeline_of`.
-        budget: in bytes, a line. Where it is so high that nothing else could be seen, only the legend has it.
-        measured: seconds and bytes of the same step as it ran, another line.
+        budget: the bytes of a line in the plot. If it is so high that nothing else could be seen, only the legend has it.
+        measured: the seconds and bytes of the same step as it ran, which are another line.
     """
     times, levels = _highest(step, clock)
     shown = [kind for kind in KINDS if any(level[kind] for level in levels)]

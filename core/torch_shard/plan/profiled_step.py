@@ -47,8 +47,8 @@ class ProfiledStep:
 
     Attributes:
         timeline: what ran on the streams ``compute``, ``gather``, ``reduce`` and ``between replicas``, and on others by number.
-        waits: when computing has waited, with the kind and the unit of the collective that it has waited for; of the kind
-            ``"host"`` without one.
+        waits: the times for which computing has waited, with the kind and the unit of the collective that it has waited for; the
+            kind is ``"host"`` if it has waited for none.
         memory: the second and the bytes allocated since the step began, after each change; empty without ``profile_memory=True``.
         allocated: the bytes that were allocated when it began, on a device; None on the CPU, where the profiler doesn't know.
         issued: the second, the kind and the unit of each collective that was started.

@@ -38,7 +38,7 @@ class ReplayedReductions:
             units: its units.
             shard_ranks: the number of ranks among which parameters are cut.
             data_parallel: the number of ranks whose gradients are averaged.
-            log: where to write events.
+            log: the log to which events are written.
         """
         self._units, self._log = units, log
         self._cut, self._reduces = shard_ranks > 1, data_parallel > 1

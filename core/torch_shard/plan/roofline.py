@@ -34,7 +34,8 @@ def operator_seconds(device: Device, flops: float, nbytes: float, dtype: str) ->
         flops: its floating-point operations, of which a multiplication and an addition are two. For element-wise operators,
             which wait for memory, 0 will do.
         nbytes: the bytes that it reads and writes in the device's memory.
-        dtype: in what it computes, a name of :data:`torch_shard.plan.devices.DTYPES`. Without operations it isn't asked for.
+        dtype: the number format in which it computes, a name of :data:`torch_shard.plan.devices.DTYPES`. Without operations it is
+            not looked at.
 
     Raises:
         ConfigError: the device has no figure for the dtype.
@@ -120,8 +121,7 @@ class Span(NamedTuple):
 
     Attributes:
         stream: the name of the stream.
-        start: when it begins.
-        end: when it ends.
+        start, end: the seconds at which it begins and ends.
         name: what it is, such as the name of a unit.
         kind: which sort of work it is, such as ``"compute"`` or ``"all_gather"``; for colours and sums.
     """
@@ -138,7 +138,7 @@ class Stream:
 
     Attributes:
         name: the name, which its spans have.
-        free: when the work that was issued ends.
+        free: the second at which the work that was issued ends.
     """
 
     __slots__ = ("_timeline", "free", "name")
@@ -187,10 +187,10 @@ class Timeline:
 
     Attributes:
         host_seconds: what the host takes to issue one piece of work, if that doesn't say otherwise.
-        host: until when the host is busy.
+        host: the second until which the host is busy.
         spans: all work, in the order in which it was issued.
         sent: the bytes that a rank sends or copies, by the kind of work and the link.
-        total: when the last work ends.
+        total: the second at which the last work ends.
     """
 
     def __init__(self, host_seconds: float = 0.0) -> None:

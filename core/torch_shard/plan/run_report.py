@@ -27,8 +27,8 @@ class Moment:
 
     Attributes:
         step: the number of the last of these steps.
-        seconds: of one step.
-        gather_wait, reduce_wait, other_wait, host_wait: of these, the seconds waited; see :class:`Statistics`.
+        seconds: the seconds of one step.
+        gather_wait, reduce_wait, other_wait, host_wait: the seconds of these that were waited; see :class:`Statistics`.
         resident: the bytes of parameters, gradients and optimizer state at the end of the last one.
         peak_gathered: the most bytes of gathered parameters.
     """

@@ -67,7 +67,7 @@ class Estimate:
         candidate: the settings.
         nbytes: the most bytes on the device at one time, with the allocator's rounding and fragmentation.
         host_nbytes: the most bytes of host memory that tensors take, with offload of any kind.
-        seconds: of one step, for ranking.
+        seconds: the seconds of one step, for ranking.
         lacks: how many bytes too few the budget has; 0 for a candidate that fits.
         kinds: the bytes of each kind at the peak, without rounding.
     """
@@ -92,7 +92,7 @@ class Replay:
     Attributes:
         plan: the units.
         step: what the rank allocates, computes and sends.
-        timeline: when and on which stream it does so.
+        timeline: the times and the streams of the step.
         clock: for each event of the step, the second at which what was computed before it has ended.
     """
 

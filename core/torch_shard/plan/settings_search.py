@@ -66,7 +66,7 @@ def search(
         ranks_per_node: how many of them a node has; by default all.
         batch: the samples of one rank in a step. Where they don't fit at once, smaller micro-batches are accumulated.
         config: settings that all candidates share, such as ``precision`` and ``units``.
-        optimizers: those that `sample_step` uses and that were made before.
+        optimizers: the optimizers that `sample_step` uses and that were made before.
         device: the figures of the device; by default ``DEVICES["h100"]``, or ``"cpu"``.
         on: the type of the device.
         intra, inter: the links within a node and between nodes; by default NVLink 4 and InfiniBand NDR, or Gloo's on one machine.

@@ -48,7 +48,7 @@ def timeline_of(
         device: what computes.
         ranks_per_node: how many ranks a node has.
         intra, inter: the links within a node, and between nodes as each rank has them.
-        clock: gets, for each event of the step, the second at which what was computed before it has ended.
+        clock: a list to which is added, for each event of the step, the second at which what was computed before it has ended.
 
     Raises:
         ConfigError: the device has no figure for the dtype of a matrix product.

@@ -77,7 +77,7 @@ class Operator:
 
     Attributes:
         name: its name with the overload, such as ``"aten.mm.default"``.
-        phase: in which phase it ran.
+        phase: the phase in which it ran.
         recompute: True if it ran while a checkpoint recomputed a forward inside backward.
         module: the full name of the innermost module whose forward or backward this is, ``""`` for the model itself; None
             outside of the model.

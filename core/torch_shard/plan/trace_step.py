@@ -44,8 +44,8 @@ def trace_step(
         step: what is to be traced, called with `model`: forward, backward, and whatever else belongs to a step. It makes its
             inputs itself (``torch.randn(8, 16, device=...)``), or has them from outside as real or ``meta`` tensors.
         device: the type of device on which the model is to be.
-        optimizers: those that were made before and that the step uses. They hold the model's own parameters, which have no
-            gradients here. Optimizers that the step makes from ``model.parameters()`` need not be named.
+        optimizers: the optimizers that were made before and that the step uses. They hold the model's own parameters, which have
+            no gradients here. Optimizers that the step makes from ``model.parameters()`` need not be named.
         dtypes: the dtypes of parameters that have another dtype in this step than their own, by full name.
 
     Raises:

@@ -42,7 +42,7 @@ class Sharded:
         deferred: accumulate under ``no_sync``, so that gradients are reduced once in each step.
         recomputes: recompute the blocks' activations in backward.
         restarts: go half-way to a new model that loads a checkpoint of the first one.
-        between: called after each block, see :class:`~torch_shard.selftest.model.Decoder`.
+        between: a function that is called after each block, see :class:`~torch_shard.selftest.model.Decoder`.
     """
 
     strategy: str = "full_shard"

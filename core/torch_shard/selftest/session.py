@@ -91,7 +91,7 @@ class Session:
         parts: the parts to run.
         pattern: a glob that the names of the cases to run match.
         seconds: the time that each part gets.
-        advance: called with each case that has ended or was skipped.
+        advance: a function that is called with each case that has ended or was skipped.
         environment: versions and devices, as the ranks have reported them.
         output: the last lines that ranks printed in a launch that failed. They may have paths and are for the terminal alone.
     """

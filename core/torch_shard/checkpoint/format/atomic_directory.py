@@ -59,7 +59,7 @@ class Saving:
         Args:
             target: the path that the checkpoint will have.
             nonce: sixteen hexadecimal digits, never used before.
-            refuse: raises if what is at the target must not be replaced; by default if it is no checkpoint.
+            refuse: a function that raises if what is at the target must not be replaced. By default only a checkpoint may.
             siblings: a pattern of names in the same directory to which no other save writes; see :func:`tidy`.
 
         Raises:
@@ -142,8 +142,8 @@ def commit(saving: Saving, target: Path, take_along: Callable[[Path, Path], None
     Args:
         saving: the hidden directory, whose files are durable.
         target: the place of the checkpoint.
-        take_along: called with the old directory and the new one, to put into the new one what is to stay. By default that is
-            everything but weights, unless the old directory is a sharded checkpoint.
+        take_along: a function of the old directory and the new one, which puts into the new one what is to stay. By default that
+            is everything but weights, unless the old directory is a sharded checkpoint.
 
     Raises:
         OSError: nothing has changed, or the new directory is in place and only its name may not be durable.

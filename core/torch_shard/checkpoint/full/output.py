@@ -38,8 +38,8 @@ class Output:
     """A full checkpoint that is being written.
 
     Attributes:
-        write: takes a tensor's key, which is its slot in a torch file or its name in safetensors, and the tensor.
-        commit: completes the files, makes them durable and puts them in their place.
+        write: a function of a tensor's key, which is its slot in a torch file or its name in safetensors, and of the tensor.
+        commit: a function that completes the files, makes them durable and puts them in their place.
     """
 
     write: Callable[[Any, torch.Tensor], None]

@@ -91,7 +91,7 @@ class Checkpoint:
             tensors: the tensors to fill, by name. A plain tensor of the entry's shape takes all of it, a ShardTensor its shard.
                 Values are converted to the tensors' dtypes.
             objects: names of other entries.
-            unpickle: by default torch's loader, which runs no code.
+            unpickle: the unpickler of objects; by default torch's loader, which runs no code.
 
         Returns:
             The objects by name.

@@ -78,7 +78,7 @@ def read_contents(
         named_state: without `optimizers`, read the state, too, if all of it is saved by parameters' names.
         models: engines by the names of the checkpoint's further models. The engine whose name is not among these is the first
             model. With None `engine` is the first model, and there are no others.
-        unpickle: by default torch's loader, which runs no code.
+        unpickle: the unpickler of objects; by default torch's loader, which runs no code.
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, or it is damaged, or holds objects that are refused.

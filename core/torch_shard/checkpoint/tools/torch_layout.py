@@ -44,7 +44,7 @@ def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> 
 
     Args:
         parts: the checkpoint's contents.
-        slots: gets a slot for each tensor.
+        slots: the object to which a slot is added for each tensor.
         versions: the versions of the model's modules, for ``load_state_dict``.
     """
     model = _state_dict(parts.model, slots, versions)

@@ -26,7 +26,7 @@ class ShardPart:
         unit, flat: the number of the unit, and that of the flat buffer in it.
         form: "stored" for the shard as it is, "sent" for what a gather would send, or "state" for optimizer state.
         start, stop: the elements of a stored shard; None for all.
-        param, key: of optimizer state: the parameter's number in the flat buffer, and the state's key.
+        param, key: for optimizer state, the parameter's number in the flat buffer, and the state's key.
     """
 
     unit: int
@@ -43,7 +43,7 @@ class ModelVersion:
     """One version of a model, which a reader wants.
 
     Attributes:
-        key: by which all ranks know the model.
+        key: the key by which all ranks know the model.
         restarts, finished, digest: the version: how many changes have made it, and the edits since then (see
             :class:`.Versions`).
         line: the line of user code that has made the latest change.

@@ -56,13 +56,13 @@ class Service:
     """The service of one rank's shards to its partners, for all engines over one set of process groups.
 
     Attributes:
-        address: where the service listens.
+        address: the address at which the service listens.
         lock: protects :attr:`issued` and :attr:`promised`.
         issued: the number of comparisons that this rank has issued.
         joined: the number of the latest comparison to which all ranks must come before this rank changes parameters.
-        reads: this rank has come to its latest comparison to read, and may read the same version once more.
+        reads: True if this rank has come to its latest comparison to read, and may read the same version once more.
         promised: the latest comparison in which a partner reads alone: this rank has promised to say so when it comes there.
-        served: when a partner was served last, by ``time.monotonic()``.
+        served: the time at which a partner was served last, by ``time.monotonic()``.
         awaited: the ranks that wait for a change which this rank has still to make.
         collective: the collective in which this rank waits: its channel's name and members, and its number; None if it does not.
     """

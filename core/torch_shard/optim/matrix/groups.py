@@ -83,7 +83,7 @@ class PartGroup:
             params: the user's parameters in the user's order, as often as the user lists them.
             rest: parameters that are not sharded, to be stepped with these.
             misuse: returns the error for a step that works on the parameters outside the loop.
-            counts: gets the options in which the step counts.
+            counts: a set to which the options are added in which the step counts.
         """
         self._group, self.part, self._params, self._rest = group, part, params, rest
         self._outside, self._counts = _Outside(misuse), counts

@@ -260,8 +260,8 @@ def collect(
         state: this rank's state, by the number of the parameter, which is below `count`.
         count: the number of parameters.
         what: the name of the operation, for error messages.
-        keep: called with the number and the entries of a parameter, on the CPU; returns the entries for the result. A rank holds
-            the state of one parameter at a time.
+        keep: a function of the number and the entries of a parameter, on the CPU, that returns the entries for the result. A rank
+            holds the state of one parameter at a time.
 
     Returns:
         `state` itself if all ranks have entries for the same parameters; else a new dict in the order of the numbers.
