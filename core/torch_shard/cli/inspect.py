@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the description, and return the exit code."""
     opened = open_checkpoint(arguments.checkpoint)
-    found = description(opened, parts_of(opened))
+    found = _description(opened, parts_of(opened))
     if arguments.json:
         print_json(found)
         return 0
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 # -- everything, for --json -------------------------------------------------------------------------------------------
 
 
-def description(opened: Opened, parts: Parts) -> dict[str, Any]:
+def _description(opened: Opened, parts: Parts) -> dict[str, Any]:
     """Return the description of a checkpoint as nested plain values."""
     manifest = opened.manifest
     rows = list(_rows(opened, parts))

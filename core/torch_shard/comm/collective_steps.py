@@ -21,10 +21,10 @@ from .rendezvous import exchange_texts
 from .watchdog import blocking
 from .work import default_store
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "", key: object = None) -> T:
+def each(port: ModelPort, what: str, function: Callable[[], _T], nonce: str = "", key: object = None) -> _T:
     """Run `function` on every rank; all of them return, or all raise. Collective.
 
     Args:
@@ -41,7 +41,7 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
     """
     barrier = heartbeat_barrier(port, nonce)
 
-    def work() -> T:
+    def work() -> _T:
         with _at_work(barrier), port.operations.unnoted():
             return function()
 
@@ -55,7 +55,7 @@ def each(port: ModelPort, what: str, function: Callable[[], T], nonce: str = "",
     return result  # type: ignore[no-any-return]
 
 
-def each_rank(function: Callable[[], T], what: str, seconds: float, key: object = None) -> T:
+def each_rank(function: Callable[[], _T], what: str, seconds: float, key: object = None) -> _T:
     """Run `function` on every rank of the default process group, where no model is sharded; all return, or all raise. Collective.
 
     The ranks meet in the store, so that a rank that waits says for whom.
@@ -74,7 +74,7 @@ def each_rank(function: Callable[[], T], what: str, seconds: float, key: object 
     """
     world, me = (dist.get_world_size(), dist.get_rank()) if dist.is_available() and dist.is_initialized() else (1, 0)
 
-    def text_of_key(found: T) -> str:
+    def text_of_key(found: _T) -> str:
         return repr(key(found) if callable(key) else key)
 
     result, text, error = _attempt(function, text_of_key, f"rank {me}: {what}")
@@ -161,7 +161,7 @@ def _at_work(barrier: HeartbeatBarrier | None) -> Iterator[None]:
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 
-def broadcast(port: ModelPort, value: T, what: str, source: int = 0) -> T:
+def broadcast(port: ModelPort, value: _T, what: str, source: int = 0) -> _T:
     """Return the object of the rank `source` on every rank. Collective."""
     values = [value]
     if port.collectives.world > 1:
@@ -169,7 +169,7 @@ def broadcast(port: ModelPort, value: T, what: str, source: int = 0) -> T:
     return values[0]
 
 
-def gather(port: ModelPort, value: T, what: str) -> list[T] | None:
+def gather(port: ModelPort, value: _T, what: str) -> list[_T] | None:
     """Return every rank's object, by rank, on rank 0, and None on the other ranks. Collective."""
     c = port.collectives
     values: list[Any] | None = [value] * c.world if c.world_rank == 0 else None

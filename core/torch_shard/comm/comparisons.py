@@ -46,7 +46,7 @@ class Purpose(enum.IntEnum):
     """The rank does what concerns all ranks."""
 
 
-LEFT = 0
+_LEFT = 0
 """The flag of a comparison that some rank has left to read alone."""
 FLAGS = 4
 """The bytes of a message that belong to this module, after the hashes."""
@@ -142,7 +142,7 @@ class Comparisons:
                 service.reads = purpose is Purpose.READS
                 if purpose is Purpose.WORKS:
                     service.joined = number
-                flags[LEFT] = service.promised >= number
+                flags[_LEFT] = service.promised >= number
         flags[purpose] = 1
         work = outside_saved_tensors_hooks(
             dist.all_reduce, message, op=dist.ReduceOp.MAX, group=channel.group, async_op=True

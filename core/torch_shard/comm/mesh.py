@@ -21,7 +21,7 @@ from .process_groups import backend_of, group_over
 from .rendezvous import exchange_texts
 from .streams import accelerator, indexed, orders_streams
 
-Ranks = Sequence[Sequence[int]]
+_Ranks = Sequence[Sequence[int]]
 """The global ranks of each of several groups."""
 
 
@@ -53,8 +53,8 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
         )
     group: Any = None
     device: torch.device | None = None
-    replicas: Ranks | None = None  # if the mesh tells them
-    parallel_groups: Ranks | None = None  # the data-parallel groups, if there is tensor parallelism
+    replicas: _Ranks | None = None  # if the mesh tells them
+    parallel_groups: _Ranks | None = None  # the data-parallel groups, if there is tensor parallelism
     parallel = tensor_mesh(model)
     if hasattr(mesh, "get_group") and hasattr(mesh, "device_type"):
         mesh, replicas = _dimensions(mesh, config)
@@ -108,7 +108,7 @@ def resolve_mesh(mesh: Any, model: nn.Module, config: ShardConfig) -> Mesh:
 # -- the ranks ----------------------------------------------------------------------------------------------------------
 
 
-def _group_over(groups: Ranks, config: ShardConfig) -> Any:
+def _group_over(groups: _Ranks, config: ShardConfig) -> Any:
     return group_over(sorted(rank for ranks in groups for rank in ranks), config.timeout)
 
 
@@ -136,7 +136,7 @@ def _checked_group(group: Any) -> Any:
     return group
 
 
-def _dimensions(mesh: Any, config: ShardConfig) -> tuple[Any, Ranks | None]:
+def _dimensions(mesh: Any, config: ShardConfig) -> tuple[Any, _Ranks | None]:
     """Return the dimensions of a DeviceMesh to shard over, and with two dimensions the ranks of each replica."""
     names = config.mesh_dims
     if names is not None:
@@ -157,7 +157,7 @@ def _dimensions(mesh: Any, config: ShardConfig) -> tuple[Any, Ranks | None]:
     )
 
 
-def _replicas_of_pair(groups: Sequence[Any], config: ShardConfig) -> Ranks:
+def _replicas_of_pair(groups: Sequence[Any], config: ShardConfig) -> _Ranks:
     """Return the ranks of each replica for FSDP's pair of groups: the ranks of a replica, and those with the same shard."""
     shard, replicate = (_checked_group(group) for group in groups)
     if not config.is_hybrid:
@@ -204,7 +204,7 @@ def _device_of(model: nn.Module, group: Any) -> torch.device:
 # -- the topology -------------------------------------------------------------------------------------------------------
 
 
-def _topology(ranks: Sequence[int], replicas: Ranks | None, config: ShardConfig) -> Topology:
+def _topology(ranks: Sequence[int], replicas: _Ranks | None, config: ShardConfig) -> Topology:
     world = len(ranks)
     if config.strategy == "no_shard":
         return Topology.replicated(world)
@@ -229,7 +229,7 @@ def ranks_of_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or torch.accelerator.device_count()
 
 
-def _nodes(ranks: Sequence[int]) -> Ranks:
+def _nodes(ranks: Sequence[int]) -> _Ranks:
     """Return the ranks of each node: launchers number the ranks of a node consecutively."""
     size = ranks_of_node()
     nodes: dict[int, list[int]] = {}

@@ -92,7 +92,7 @@ class ScriptStep:
         try:
             dtypes = self._open.enter_context(computing)
             self._recorder: Recorder = self._open.enter_context(
-                tracing(model, device=device, optimizers=optimizers_of(model), dtypes=dtypes, all_on_device=True)
+                tracing(model, device=device, optimizers=_optimizers_of(model), dtypes=dtypes, all_on_device=True)
             )
         except TraceError as error:
             told.end(error)
@@ -128,7 +128,7 @@ class ScriptStep:
 
     def _has_stepped(self, optimizer: Optimizer, *_: object) -> None:
         if self._waiting is None:
-            held = optimizers_of(self._model)
+            held = _optimizers_of(self._model)
             if not any(each is optimizer for each in held):
                 return
             self._waiting = {id(each) for each in held}
@@ -144,7 +144,7 @@ class ScriptStep:
             self._recorder.restart()  # without an evaluation that came before
 
 
-def optimizers_of(model: nn.Module) -> list[Optimizer]:
+def _optimizers_of(model: nn.Module) -> list[Optimizer]:
     """Return the optimizers, of all that there are, that hold parameters of `model`."""
     own = {id(p) for p in model.parameters()}
     found: list[Optimizer] = []

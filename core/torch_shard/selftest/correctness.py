@@ -23,7 +23,7 @@ from .plain import Recipe, Trained, distance, optimizer_of, train_plainly
 from .ranks import PATIENCE
 from .results import NO_BF16, Result, skipped, within
 
-PRECISIONS = {
+_PRECISIONS = {
     "fp32": None,
     "bf16 reduced in fp32": Precision(torch.bfloat16, torch.float32),
     "bf16": Precision(torch.bfloat16),
@@ -38,7 +38,7 @@ class Sharded:
     """The settings of sharded training that the plain training it is compared with does not have.
 
     Attributes:
-        strategy, precision: the engine's settings, `precision` as a name of :data:`PRECISIONS`.
+        strategy, precision: the engine's settings, `precision` as a name of :data:`_PRECISIONS`.
         deferred: accumulate under ``no_sync``, so that gradients are reduced once in each step.
         recomputes: recompute the blocks' activations in backward.
         restarts: go half-way to a new model that loads a checkpoint of the first one.
@@ -58,7 +58,7 @@ def correctness_cases(setting: Setting) -> list[Case]:
     cases = []
     for strategy in (each for each in get_args(Strategy) if each != "auto"):  # which is one of the others
         why_not = _why_not(strategy, setting)
-        for precision in PRECISIONS:
+        for precision in _PRECISIONS:
             for optimizer in ("SGD", "AdamW"):
                 recipe = Recipe(optimizer, torch.float32 if precision == "fp32" else torch.bfloat16)
                 run = functools.partial(_compare, Sharded(strategy, precision), recipe)
@@ -160,7 +160,7 @@ def train_sharded(sharded: Sharded, recipe: Recipe, context: Context) -> Trained
 
 
 def _prepare(sharded: Sharded, recipe: Recipe, model: nn.Module, world: int) -> tuple[Engine, torch.optim.Optimizer]:
-    settings: dict[str, Any] = {"strategy": sharded.strategy, "precision": PRECISIONS[sharded.precision]}
+    settings: dict[str, Any] = {"strategy": sharded.strategy, "precision": _PRECISIONS[sharded.precision]}
     if sharded.strategy.startswith("hybrid"):
         settings["shard_size"] = world // 2
     layers = checkpointed_layers(model, [Block], None) if sharded.recomputes else contextlib.nullcontext(0)

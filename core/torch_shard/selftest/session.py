@@ -191,7 +191,7 @@ class Session:
         if cases[0].sanitized:
             variables["TORCH_CUDA_SANITIZER"] = "1"
         by_name, seen = {case.name: case for case in cases}, 0
-        with open(folder / "output.txt", "wb") as output, started(command, variables, output) as process:
+        with open(folder / "output.txt", "wb") as output, _started(command, variables, output) as process:
             running = True
             while running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -207,7 +207,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def started(command: list[str], variables: dict[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
+def _started(command: list[str], variables: dict[str, str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Start a program in a session of its own, and end it with all that it has started if it is left before it has ended."""
     process = subprocess.Popen(
         command,

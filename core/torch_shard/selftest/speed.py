@@ -29,7 +29,7 @@ from .model import Decoder, Size, batch, make, mean_loss
 from .ranks import PATIENCE, Ranks
 from .results import Result, within
 
-OURS = "torch_shard"
+_OURS = "torch_shard"
 _LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # relative, where the timed turns begin
 
 # The first whose training state fits is taken. They have about 1.3, 0.35 and 0.12 billion parameters.
@@ -94,8 +94,8 @@ class Runner:
 def _beside_peers(context: Context, case: Case) -> list[Result]:
     ranks = context.ranks
     size, low = _size(context.setting, ranks.device), _low(ranks.device)
-    runners = [build(name, size, ranks, low) for name in (OURS, "DDP", "FSDP2")]
-    take_turns(context, runners, size)
+    runners = [build(name, size, ranks, low) for name in (_OURS, "DDP", "FSDP2")]
+    _take_turns(context, runners, size)
     flops = step_flops(size)
     peak = peak_flops(ranks.device, context.setting.peak_tflops)
     shared = {"parameters": _parameters(size), "dtype": "fp32" if low is None else "bf16", "flops per rank": flops}
@@ -109,10 +109,10 @@ def _beside_peers(context: Context, case: Case) -> list[Result]:
             "tokens/s": ranks.world * size.tokens / seconds,
             "MFU": "unknown" if peak is None else flops / seconds / peak,
         }
-        if runner.name != OURS:
+        if runner.name != _OURS:
             # Of the same turn, so that a slow moment of the machine is in both.
             pairs = zip(runners[0].wall, runner.wall, strict=True)
-            figures[f"{OURS}'s time of it"] = statistics.median(own / other for own, other in pairs)
+            figures[f"{_OURS}'s time of it"] = statistics.median(own / other for own, other in pairs)
         results.append(_same_work(case, runner, runners, low, **figures, **shared))
     return results
 
@@ -125,12 +125,12 @@ def _with_offload(context: Context, case: Case) -> list[Result]:
         "optimizer and parameters": Offload(),
         "optimizer, parameters stay on the device too": Offload(params=False),
     }
-    runners = [build(name, size, ranks, low, OURS, kind) for name, kind in kinds.items()]
+    runners = [build(name, size, ranks, low, _OURS, kind) for name, kind in kinds.items()]
     engines = [runner.engine for runner in runners if runner.engine is not None]
     before = [engine.statistics() for engine in engines]
     for engine in engines:
         engine.time_waiting()
-    steps = take_turns(context, runners, size)
+    steps = _take_turns(context, runners, size)
     results = []
     for runner, engine, earlier in zip(runners, engines, before, strict=True):
         waited = engine.statistics().since(earlier)
@@ -182,7 +182,7 @@ def build(
     return Runner(name, model, optimizer, autocast, engine)
 
 
-def take_turns(context: Context, runners: Sequence[Runner], size: Size) -> int:
+def _take_turns(context: Context, runners: Sequence[Runner], size: Size) -> int:
     """Time the runners in turns, after two turns to warm up, and return the number of steps of each. Collective."""
     ranks, device = context.ranks, context.ranks.device
     rounds = 5 if context.setting.quick else 20

@@ -30,28 +30,28 @@ def main(folder: Path) -> None:
     context = Context(ranks, setting, folder)
     names = ranks.gather(name_of(ranks.device))
     if ranks.rank == 0:
-        note(folder, 0, environment=environment(ranks.device) | {"devices": names})
+        _note(folder, 0, environment=environment(ranks.device) | {"devices": names})
     by_name = {case.name: case for case in cases_of(job["part"], setting)}
     for name in job["names"]:
         if ranks.rank == 0:
-            note(folder, 0, begun=name)
+            _note(folder, 0, begun=name)
         results, good = [], True
         gc.collect()  # the engine of the case before, or this one would not be the only one of its process group
         try:
             results = by_name[name].run(context, by_name[name])
         except Exception as error:
             good = False
-            note(folder, ranks.rank, case=name, rank=ranks.rank, error=error_text(error), at=time.time())
+            _note(folder, ranks.rank, case=name, rank=ranks.rank, error=error_text(error), at=time.time())
         if not ranks.all_good(name, good, job["seconds"]):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)  # to leave the process group could take until its timeout
         if ranks.rank == 0:
-            note(folder, 0, ended=name, results=[dataclasses.asdict(each) for each in results])
+            _note(folder, 0, ended=name, results=[dataclasses.asdict(each) for each in results])
     ranks.leave()
 
 
-def note(folder: Path, rank: int, /, **what: Any) -> None:
+def _note(folder: Path, rank: int, /, **what: Any) -> None:
     """Add a line to a rank's notes."""
     with open(folder / f"{NOTES}-{rank}.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(what) + "\n")
@@ -62,5 +62,5 @@ if __name__ == "__main__":
         main(Path(sys.argv[1]))
     except Exception as error:  # outside of all cases
         rank = int(os.environ["RANK"])
-        note(Path(sys.argv[1]), rank, case=None, rank=rank, error=error_text(error), at=time.time())
+        _note(Path(sys.argv[1]), rank, case=None, rank=rank, error=error_text(error), at=time.time())
         raise

@@ -1,7 +1,7 @@
 """Loading a full checkpoint: the file is mapped and compared, and then each rank copies its own shards out of it.
 
 Files differ in where things are: a state dict may be all of a file or one of its entries, optimizer state may be by name or by
-number. :func:`recognised` finds both, and everything is compared before anything is changed.
+number. :func:`_recognised` finds both, and everything is compared before anything is changed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_full(
     return work.extra
 
 
-def recognised(file: FullFile, keys: Iterable[str]) -> tuple[Mapping[str, Any], Any, Any]:
+def _recognised(file: FullFile, keys: Iterable[str]) -> tuple[Mapping[str, Any], Any, Any]:
     """Return a file's model, optimizer and extra; None for an optimizer or extra that it does not have.
 
     `keys` are the live model's, by which a state dict is recognised.
@@ -96,7 +96,7 @@ class FullLoad:
         self.file, self.dtype, self.runtime, self.root = file, dtype, engine._runtime, engine.model
         self.strict = strict  # if True, missing and unexpected entries of the model are errors
         self.live = model_state.own_state_dict(engine.model, engine._runtime)
-        given, self._saved, self._extra = recognised(file, self.live)
+        given, self._saved, self._extra = _recognised(file, self.live)
         tied = [entry.names for entry in model_state.entries_of(self.runtime, self.live)]
         values = _renamed(file, given, self.live, tied)
         # Modules may keep other values as they are, so these must not hold views of the file.
@@ -254,7 +254,7 @@ def named_values(path: str | os.PathLike[str], live: Mapping[str, Any]) -> tuple
     tied: dict[int, list[str]] = {}
     for name, value in live.items():
         tied.setdefault(id(value), []).append(name)
-    return file, _renamed(file, recognised(file, live)[0], live, tied.values())
+    return file, _renamed(file, _recognised(file, live)[0], live, tied.values())
 
 
 def _renamed(

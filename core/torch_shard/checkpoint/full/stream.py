@@ -24,7 +24,7 @@ from ...state.param_names import names_of
 from ..format.mmap_buffer import copied
 from ..format.torch_file import Slot
 
-Put = Callable[[Callable[[], Iterable[tuple[Slot, torch.Tensor]]]], None]
+_Put = Callable[[Callable[[], Iterable[tuple[Slot, torch.Tensor]]]], None]
 """A collective function that calls its argument on rank 0, and writes the full tensors that it returns, one by one."""
 
 
@@ -65,7 +65,7 @@ class ModelStream:
         flats = [flat for unit in self.runtime.units for flat in unit.flats]
         return max((flat.layout.numel * flat.shard.dtype.itemsize for flat in flats), default=0)
 
-    def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
+    def send(self, put: _Put, what: str, memory: torch.Tensor) -> None:
         """Gather all values and give them to `put`. Collective.
 
         Buffers, and parameters that are not sharded, are rank 0's. Values are gathered in `memory`, one after the other.
@@ -140,7 +140,7 @@ class OptimizerStream:
             (b.flat.layout.numel * s.dtype.itemsize for b in batches for s in b.shards if s is not None), default=0
         )
 
-    def send(self, put: Put, what: str, memory: torch.Tensor) -> None:
+    def send(self, put: _Put, what: str, memory: torch.Tensor) -> None:
         """Gather the state that is sharded, or that one rank alone has, and give it to `put`. Collective.
 
         `memory` is as for :meth:`ModelStream.send`.

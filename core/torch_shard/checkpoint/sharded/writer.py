@@ -29,7 +29,7 @@ from ..format.manifest import MANIFEST, FileRecord, ItemRecord, Manifest
 from ..format.mmap_buffer import blocks_of, row_major
 from ..format.tensor_entry import ALIGNMENT, surroundings
 
-Resolve = Callable[[WriteItem], Any]
+_Resolve = Callable[[WriteItem], Any]
 
 _SMALL = 256 << 10  # bytes of an entry up to which its values are no blocks of their own
 _BUFFER = 1 << 20  # bytes; what is larger goes past the buffer
@@ -48,7 +48,7 @@ class Deferred:
     read: Callable[[], torch.Tensor]
 
 
-def write_file(folder: Path, plan: SavePlan, resolve: Resolve) -> tuple[FileRecord | None, list[WriteResult]]:
+def write_file(folder: Path, plan: SavePlan, resolve: _Resolve) -> tuple[FileRecord | None, list[WriteResult]]:
     """Write a rank's file, whose name is in the plan, and make it durable. `resolve` returns an item's tensor or bytes.
 
     Returns:
@@ -84,7 +84,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durable(folder / MANIFEST, manifest.to_text().encode())
 
 
-def _write(file: _DataFile, plan: SavePlan, resolve: Resolve, name: str) -> list[WriteResult]:
+def _write(file: _DataFile, plan: SavePlan, resolve: _Resolve, name: str) -> list[WriteResult]:
     results = []
     # Tied parameters have several names and one memory: written once. Kept, so that no other memory gets the same key.
     written: dict[Hashable, tuple[Any, tuple[int, int, int]]] = {}

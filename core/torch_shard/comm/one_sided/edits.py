@@ -65,7 +65,7 @@ class Edits:
     def put(self, name: str, source: torch.Tensor) -> None:
         """Note that the full tensor `source` was copied into a parameter."""
         # No weak reference: what a script copies from is often a tensor of the moment, such as `average.to(device).data`.
-        key = name, checksum(source)
+        key = name, _checksum(source)
         self._numbers[name], self._sources[key] = key[1], source.detach()
         self._latest.append(key)
 
@@ -80,7 +80,7 @@ class Edits:
     def known(self) -> dict[str, torch.Tensor] | None:
         """Return the full values of all edited parameters, by name; None if some are not known (any more)."""
         found = {name: self._sources[name, n] for name, n in self._numbers.items() if (name, n) in self._sources}
-        if len(found) < len(self._numbers) or any(checksum(found[name]) != self._numbers[name] for name in found):
+        if len(found) < len(self._numbers) or any(_checksum(found[name]) != self._numbers[name] for name in found):
             return None  # also if one was edited since it was copied
         return found
 
@@ -99,7 +99,7 @@ class Edits:
         self.base = 0
 
 
-def checksum(tensor: torch.Tensor) -> int:
+def _checksum(tensor: torch.Tensor) -> int:
     """Return a number above 0 that depends on the bits of `tensor` alone. It reads the tensor twice."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:

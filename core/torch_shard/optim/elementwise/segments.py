@@ -13,9 +13,9 @@ from ...shard_tensor.spec import same_cut
 from ...shard_tensor.tensor import ShardTensor
 from .piece import Piece
 
-SMALL = 1 << 14
+_SMALL = 1 << 14
 """The number of elements below which segments are stepped together."""
-TOGETHER = 1 << 20
+_TOGETHER = 1 << 20
 """The most elements of segments that are stepped together, so that copies of values and gradients stay small."""
 
 
@@ -67,7 +67,7 @@ def runs_of(segments: list[Segment], kinds: dict[int, Any]) -> list[Run]:
     count = 0
     for segment in segments:
         kind, length = kinds[segment.members[0]], segment.stop - segment.start
-        if segment.grad is None and length < SMALL and count + length <= TOGETHER:
+        if segment.grad is None and length < _SMALL and count + length <= _TOGETHER:
             small.setdefault(kind, []).append(segment)
             count += length
         else:
