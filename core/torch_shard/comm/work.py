@@ -127,8 +127,7 @@ class Channel:
             DivergenceError: an earlier collective of the groups was left without a partner. The next one could pair with it
                 and give wrong numbers.
         """
-        if self.groups.broken:
-            self.check()
+        self.check()
         number = self.groups.issued[self.name] = self.groups.issued[self.name] + 1
         return number
 

@@ -121,15 +121,15 @@ class HostThread:
         self._pid = -1
         self.ident = -1
 
-    def do(self, what: Callable[[], None], group: TaskGroup | None = None) -> Task:
-        """Make the thread call `what` after all tasks that were given before."""
-        task = Task(what, group or TaskGroup(), self)
+    def do(self, function: Callable[[], None], group: TaskGroup | None = None) -> Task:
+        """Make the thread call `function` after all tasks that were given before."""
+        task = Task(function, group or TaskGroup(), self)
         self.put(task)
         return task
 
-    def later(self, what: Callable[[], None]) -> Later:
-        """Return a task that calls `what` at the latest when a thread waits for it."""
-        return Later(what, TaskGroup(), self)
+    def later(self, function: Callable[[], None]) -> Later:
+        """Return a task that calls `function` at the latest when a thread waits for it."""
+        return Later(function, TaskGroup(), self)
 
     def put(self, task: Task) -> None:
         """Queue a task, after all that were given before."""

@@ -16,9 +16,9 @@ from .step_trace import KINDS, StepTrace
 
 _Value = TypeVar("_Value")
 
-_POINTS = 400  # of the plot of memory
-_LEAST = 2000  # of a step's length: a shorter gap nobody sees
-_SMALL = 0.004  # of a plot's area: a unit that takes less has no name written into it
+_POINTS = 400  # the number of points in the plot of memory
+_LEAST = 2000  # gaps shorter than a step's length divided by this can't be seen
+_SMALL = 0.004  # the part of a plot's area that a unit needs to have its name written into it
 _KIND_COLOURS = {
     "parameter": "#4e79a7",
     "gathered": "#76b7b2",
