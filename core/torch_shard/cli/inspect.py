@@ -111,7 +111,7 @@ def _optimizer(own: SavedOptimizer) -> dict[str, Any]:
         settings = {k: v.read() if isinstance(v, Stored) else v for k, v in group.items() if k != "params"}
         groups.append({"parameters": group.get("params") or [], "settings": settings})
     return {
-        "by": "number" if own.numbered else "name",
+        "by": "number" if own.is_numbered else "name",
         "parameters_with_state": len(own.state),
         "state": sorted({str(key) for entries in own.state.values() for key in entries}),
         "bytes": _nbytes(own.state),

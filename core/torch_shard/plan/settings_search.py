@@ -177,7 +177,7 @@ class _Searching:
             recomputed = not self.layers or any(way.checkpointing is True for way in ways)
             if any(candidate.offload is None or recomputed for candidate in fitting):
                 break
-        self.estimates.sort(key=_rank)
+        self.estimates.sort(key=_sort_key)
         assert self.best is not None  # there is always a strategy to try
         clock: list[float] = []
         replay = Replay(*self.best, self._timeline(self.best[1], clock), clock)
@@ -254,7 +254,7 @@ class _Searching:
         lacks = max(0, nbytes - self.hardware.budget)
         estimate = Estimate(candidate, nbytes, host_nbytes, seconds, lacks, peak.kinds)
         self.estimates.append(estimate)
-        if min(self.estimates, key=_rank) is estimate:
+        if min(self.estimates, key=_sort_key) is estimate:
             self.best = plan, step
         return estimate.fits
 
@@ -305,7 +305,7 @@ def _not_last(step: StepTrace, offload: Offload | None) -> StepTrace:
     return StepTrace(step.device, tuple(e for e in left if getattr(e, "number", None) not in copies))
 
 
-def _rank(estimate: Estimate) -> tuple[Any, ...]:
+def _sort_key(estimate: Estimate) -> tuple[Any, ...]:
     """Return what candidates are sorted by: those that fit first, and then by time.
 
     The roofline can't tell times apart that differ by about a percent. Between those, settings that change less of the program

@@ -368,7 +368,7 @@ class Recorder(TorchDispatchMode):
             raise
         if self._device == "cpu":
             size_hidden_results(func, args, output)
-        self._written(func, args, kwargs, output, segment, asked)
+        self._write_down(func, args, kwargs, output, segment, asked)
         return output
 
     def _is_of_host(self, taken: Any) -> bool:
@@ -390,7 +390,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._fake_mode.allow_fallback_kernels = False
 
-    def _written(
+    def _write_down(
         self,
         func: Any,
         args: tuple[Any, ...],

@@ -265,7 +265,7 @@ class SavedOptimizer:
     unknown: dict[Any, Any] = field(default_factory=dict)
 
     @property
-    def numbered(self) -> bool:
+    def is_numbered(self) -> bool:
         """True if parameters are numbers, as in a plain ``optimizer.state_dict()``.
 
         Names may look like numbers, so the groups decide where they have been read.
@@ -301,7 +301,7 @@ class SavedOptimizer:
             group = {"params": [], **map_leaves(given, known)}
             params = [p if isinstance(p, int) else unwrapped(str(p), names) for p in group["params"]]
             found.append({**group, "params": params})
-        numbered = SavedOptimizer(self.state, found).numbered
+        numbered = SavedOptimizer(self.state, found).is_numbered
         state = {
             int(name) if numbered and name.isdecimal() else unwrapped(name, names): own
             for name, own in self.state.items()

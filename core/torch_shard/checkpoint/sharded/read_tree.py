@@ -171,7 +171,7 @@ class _Optimizer:
     @property
     def is_named(self) -> bool:
         """True if groups and state name their parameters."""
-        return not self.saved.numbered and bool(self.saved.groups)
+        return not self.saved.is_numbered and bool(self.saved.groups)
 
     def state(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of the state, by the live parameters' names."""
@@ -206,10 +206,10 @@ def _paths(tree: dict[Any, Any]) -> list[tuple[str, ...]]:
     named = tree.get(OPTIMIZER)
     if isinstance(named, dict):
         found += [(OPTIMIZER, name) for name, own in named.items() if is_optimizer(own)]
-    return sorted(found, key=_in_order) or [(OPTIMIZER,)]
+    return sorted(found, key=_sort_key) or [(OPTIMIZER,)]
 
 
-def _in_order(path: tuple[str, ...]) -> tuple[int, str]:
+def _sort_key(path: tuple[str, ...]) -> tuple[int, str]:
     number = re.search(r"(\d+)$", path[-1])
     return (int(number[1]) if number else 0, path[-1])
 

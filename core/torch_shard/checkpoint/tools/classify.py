@@ -164,7 +164,7 @@ def _optimizers(parts: Parts, tree: dict[Any, Any]) -> Iterator[tuple[str, dict[
 def _optimizer(parts: Parts, tree: dict[Any, Any]) -> SavedOptimizer:
     """Return an optimizer with groups, and with its state that belongs to no parameter in ``other``."""
     found = optimizer_of(tree, set(parts.names()))
-    numbered = found.numbered
+    numbered = found.is_numbered
     strangers = {name: found.state.pop(name) for name in list(found.state) if numbered and not name.isdecimal()}
     if found.other is None:
         found.other = tuple((0, name, value) for name, value in {**found.unknown, **strangers}.items()) or None
@@ -197,7 +197,7 @@ def merged(parts: Parts) -> SavedOptimizer:
     other: list[tuple[int, Any, Any]] = []
     for position, own in enumerate(parts.optimizers.values()):
         groups = [{**group, "params": list(group.get("params") or ())} for group in own.groups]
-        if own.numbered:
+        if own.is_numbered:
             # Numbers begin at 0 in each optimizer.
             listed = [int(p) for group in found.groups for p in group["params"] if isinstance(p, int)]
             first = max(listed, default=-1) + 1

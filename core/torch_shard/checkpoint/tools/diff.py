@@ -12,7 +12,7 @@ from ..format.fileio import Progress
 from ..format.mmap_buffer import bytes_of, row_major
 from ..sharded.entry_tree import SavedOptimizer, Stored
 from .classify import Parts, merged, named_entries, remove_wrappers, title
-from .torch_layout import numbered
+from .torch_layout import state_by_number
 
 _CHUNK = 1 << 20  # elements that are compared at a time
 
@@ -54,10 +54,10 @@ def aligned(a: Parts, b: Parts) -> tuple[dict[tuple[Any, ...], Any], dict[tuple[
             parts.optimizers, parts.listed = {"": merged(parts)}, False
     for name in a.optimizers.keys() & b.optimizers.keys():
         one, two = a.optimizers[name], b.optimizers[name]
-        if one.numbered != two.numbered:
-            given = two if one.numbered else one
+        if one.is_numbered != two.is_numbered:
+            given = two if one.is_numbered else one
             names = [str(p) for group in given.groups for p in group.get("params", ())]
-            a.optimizers[name], b.optimizers[name] = _renamed(numbered(one), names), _renamed(numbered(two), names)
+            a.optimizers[name], b.optimizers[name] = (_renamed(state_by_number(own), names) for own in (one, two))
     return named_entries(a), named_entries(b)
 
 

@@ -150,7 +150,7 @@ class _Planner(SavePlanner):
 
 def _given_names(own: SavedOptimizer, groups: list[dict[str, Any]]) -> dict[str, str]:
     """Return the parameters' names by number, if the groups have them, since the optimizer was made of named parameters."""
-    if not own.numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
+    if not own.is_numbered or not all(len(g.get("param_names", ())) == len(g.get("params", ())) for g in groups):
         return {}
     return {str(p): name for g in groups for p, name in zip(g["params"], g.get("param_names", ()), strict=True)}
 

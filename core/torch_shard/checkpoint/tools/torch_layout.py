@@ -51,7 +51,7 @@ def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> 
     models = {name: _state_dict(own, slots, {}) for name, own in parts.models.items()}
     if not (parts.optimizers or parts.extra is not None or parts.other):
         return {MODEL: model, MODELS: models} if models else model
-    optimizers = {name: slots.fill(numbered(own)) for name, own in parts.optimizers.items()}
+    optimizers = {name: slots.fill(state_by_number(own)) for name, own in parts.optimizers.items()}
     if parts.lightning:
         rest = slots.fill(parts.extra)
         return {**rest, "state_dict": model, **({"optimizer_states": list(optimizers.values())} if optimizers else {})}
@@ -87,7 +87,7 @@ def _state_dict(model: Mapping[str, Any], slots: Slots, versions: Mapping[str, A
     return found
 
 
-def numbered(optimizer: SavedOptimizer) -> dict[str, Any]:
+def state_by_number(optimizer: SavedOptimizer) -> dict[str, Any]:
     """Return an optimizer's state as ``optimizer.state_dict()`` has it, where numbers are positions in the groups."""
     state: dict[Any, Any] = {}
     groups = []
@@ -95,10 +95,10 @@ def numbered(optimizer: SavedOptimizer) -> dict[str, Any]:
     for group in optimizer.groups:
         listed = [str(p) for p in group.get("params", ())]
         for name in listed:
-            numbers.setdefault(name, int(name) if optimizer.numbered else len(numbers))
+            numbers.setdefault(name, int(name) if optimizer.is_numbered else len(numbers))
         groups.append({**group, "params": [numbers[name] for name in listed]})
     for name, own in optimizer.state.items():
-        state[numbers.get(name, int(name) if optimizer.numbered else name)] = own
+        state[numbers.get(name, int(name) if optimizer.is_numbered else name)] = own
     ordered = {key: state[key] for key in sorted(state, key=lambda key: (isinstance(key, str), key))}
     for position, key, value in optimizer.other or ():
         if key in ordered:
