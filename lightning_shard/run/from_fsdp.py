@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.fsdp import BackwardPrefetch
+
 from torch_shard.errors import ConfigError
 from torch_shard.frontend.fsdp_settings import (
     SHARDING_STRATEGIES,
@@ -39,8 +41,10 @@ def from_fsdp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
     if policy is not None:
         found.config["units"] = units_of_policy(policy, "FSDPStrategy.auto_wrap_policy", "a function as the policy")
     _checkpointing(arguments, found)
-    backward_off = arguments.is_given("backward_prefetch") and arguments.take("backward_prefetch") is None
-    if backward_off and not arguments.take("forward_prefetch"):
+    backward = BackwardPrefetch.BACKWARD_PRE
+    if arguments.is_given("backward_prefetch"):
+        backward = arguments.take("backward_prefetch")
+    if backward is not BackwardPrefetch.BACKWARD_PRE and not arguments.take("forward_prefetch"):
         found.config["prefetch"] = 0
     ignored = [*(arguments.take("ignored_modules") or ()), *(arguments.take("ignored_states") or ())]
     if ignored:

@@ -31,6 +31,20 @@ def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
     same_as_plain(model, rank)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "units"),
+    [
+        ({}, 1),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, 0),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "forward_prefetch": True}, 1),
+        ({"backward_prefetch": None, "forward_prefetch": True}, 1),
+    ],
+)
+@ranks(1)
+def test_units_are_gathered_ahead_in_both_directions_or_in_none(arguments, units):
+    assert engine_of(FSDP(build(), **arguments)).config.prefetch == units
+
+
 @ranks(2)
 def test_the_first_wrap_says_that_names_have_no_prefix(rank):
     translate_settings.warn_once.cache_clear()
@@ -45,10 +59,10 @@ def test_arguments_without_a_meaning_are_named_once(rank):
     FSDP(build())  # the warning about names
     with captured_log() as messages:
         for _ in range(3):
-            FSDP(build(), limit_all_gathers=False, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+            FSDP(build(), limit_all_gathers=False, backward_prefetch=None, forward_prefetch=True)
         FSDP(build(), use_orig_params=True, forward_prefetch=True, device_id=torch.device("cpu"))
     assert len(messages) == (rank == 0)  # the logger is silent on the others
-    assert all("backward_prefetch=BACKWARD_POST" in text and "limit_all_gathers" in text for text in messages)
+    assert all("backward_prefetch=None" in text and "limit_all_gathers" in text for text in messages)
 
 
 @pytest.mark.parametrize(

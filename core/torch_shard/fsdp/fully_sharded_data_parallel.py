@@ -87,13 +87,13 @@ class FullyShardedDataParallel(WrappedModule, nn.Module):
         cpu_offload: ``CPUOffload(offload_params=True)`` for any module offloads the whole model, as :class:`torch_shard.Offload`
             does.
         auto_wrap_policy: chooses submodules that are wrapped with the same arguments.
-        backward_prefetch: None, without `forward_prefetch`, turns prefetching off.
+        backward_prefetch: None and ``BACKWARD_POST``, without `forward_prefetch`, turn prefetching off, in forward too.
         mixed_precision: the dtypes, as in :class:`torch_shard.Precision`; inner modules have the same, or none.
         ignored_modules, ignored_states: modules and parameters that are not sharded, nor reduced.
         param_init_fn: fills a module that is on the meta device; it must call ``to_empty()`` or replace the tensors.
         device_id: the device of the shards.
         sync_module_states: send rank 0's values. Without it each rank keeps its shard of its own values.
-        forward_prefetch: has no effect, since forward prefetches anyway.
+        forward_prefetch: turns prefetching on, in backward too; ``BACKWARD_PRE`` does the same.
         limit_all_gathers, use_orig_params: have no effect, since they are always on.
         device_mesh: the ranks, in place of `process_group`.
 

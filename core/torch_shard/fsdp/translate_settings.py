@@ -115,10 +115,9 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
             raise ConfigError(f"{api}: {one} and {other} mean the same thing; pass one of them.")
     backward, forward = given["backward_prefetch"], given["forward_prefetch"]
     reasons = {}
-    if backward is BackwardPrefetch.BACKWARD_POST:
-        reasons["backward_prefetch=BACKWARD_POST"] = "the next unit is gathered while the present one computes"
-    elif backward is None and forward:
-        reasons["backward_prefetch=None"] = "forward and backward prefetch alike"
+    ahead = forward or backward is BackwardPrefetch.BACKWARD_PRE
+    if forward and backward is not BackwardPrefetch.BACKWARD_PRE:
+        reasons[f"backward_prefetch={backward and backward.name}"] = "forward and backward prefetch alike"
     if not given["limit_all_gathers"]:
         reasons["limit_all_gathers=False"] = "no more than the prefetched units are ever gathered"
     unused(api, **reasons)
@@ -128,7 +127,7 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
         mesh=given["device_mesh"] if given["process_group"] is None else given["process_group"],
         strategy=SHARDING_STRATEGIES[chosen.name.lstrip("_")],
         precision=_precision(given["mixed_precision"], has_policy),
-        prefetch=0 if backward is None and not forward else 1,
+        prefetch=1 if ahead else 0,  # BACKWARD_POST means one gathered unit at a time
         sync=bool(given["sync_module_states"]),
         init_fn=given["param_init_fn"],
         ignored=(

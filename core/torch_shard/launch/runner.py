@@ -14,8 +14,8 @@ from .settings import RUNNER_SETTINGS
 
 _DESCRIPTION = """Run a script that trains with DistributedDataParallel, or with --shard.fsdp one that trains with torch's FSDP,
 unedited and with sharded models. Start it as the script itself would be started: torchrun --nproc-per-node 8 -m torch_shard
-train.py --lr 1e-4. With a command of torch-shard in place of the script (inspect, verify, consolidate, convert, diff, selftest)
-it does what torch-shard does."""
+train.py --lr 1e-4. With a command of torch-shard in place of the script (inspect, verify, consolidate, convert, diff, plan,
+selftest) it does what torch-shard does."""
 
 
 def main(argv: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -175,6 +176,12 @@ def test_offload_precision_and_what_is_ignored_are_translated():
     )
     assert found.config == {"strategy": "full_shard", "offload": "cpu", "ignore": (left,), "prefetch": 0}
     assert "offload" not in fsdp(cpu_offload=CPUOffload(False)).config
+
+
+def test_the_prefetch_of_less_memory_gathers_nothing_ahead():
+    assert fsdp(backward_prefetch=BackwardPrefetch.BACKWARD_POST).config["prefetch"] == 0
+    assert "prefetch" not in fsdp(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=True).config
+    assert "prefetch" not in fsdp(backward_prefetch=BackwardPrefetch.BACKWARD_PRE).config
 
 
 def test_checkpoints_have_the_form_that_each_of_the_two_strategies_has_by_itself():
