@@ -102,7 +102,7 @@ def make_full(
     with runtime.lone.until_end():
         together = met(runtime, what, [key for key, value in mine.items() if isinstance(value, ShardTensor)], error)
         wanted = not rank0_only or runtime.collectives.world_rank == 0
-        for gathered in full_values(runtime, entries_of(runtime, mine), what) if wanted or together else ():
+        for gathered in full_values(entries_of(runtime, mine), what) if wanted or together else ():
             for entry, value in gathered if wanted else ():
                 found.update(dict.fromkeys(entry.names, copied(value, offload_to_cpu)))
                 del value  # or two buffers would be in memory while the next one is gathered
@@ -156,12 +156,11 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def full_values(
-    runtime: Runtime, entries: Sequence[StateEntry], what: str, memory: torch.Tensor | None = None
+    entries: Sequence[StateEntry], what: str, memory: torch.Tensor | None = None
 ) -> Iterator[list[tuple[StateEntry, torch.Tensor]]]:
     """Yield entries with their full values, those of one flat buffer together. Collective.
 
     Args:
-        runtime: the sharded model's runtime.
         entries: the result of :func:`entries_of`.
         what: the operation, for messages.
         memory: uint8, on the engine's device. All values are gathered in it, so that they last until the next ones are asked

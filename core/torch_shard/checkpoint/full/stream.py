@@ -70,7 +70,7 @@ class ModelStream:
 
         Buffers, and parameters that are not sharded, are rank 0's. Values are gathered in `memory`, one after the other.
         """
-        for gathered in model_state.full_values(self.runtime, self._entries, what, memory):
+        for gathered in model_state.full_values(self._entries, what, memory):
             put(functools.partial(self._converted, gathered))
 
     def _converted(
