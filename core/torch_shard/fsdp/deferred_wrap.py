@@ -78,7 +78,7 @@ def mark_on(module: nn.Module) -> Mark:
     return found
 
 
-def leave_mark(module: nn.Module, request: Request) -> Mark:
+def leave_mark(module: nn.Module, request: Request) -> None:
     """Mark `module`, which is sharded later; wrapped modules inside it become parts of the same model. Not collective.
 
     Raises:
@@ -106,7 +106,6 @@ def leave_mark(module: nn.Module, request: Request) -> Mark:
         mark.outer = weakref.ref(around)
     _watch_steps()
     dcp_patch.install()  # a state dict may be the first use of the model
-    return mark
 
 
 def _around(module: nn.Module, request: Request) -> nn.Module | None:
