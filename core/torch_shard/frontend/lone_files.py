@@ -11,41 +11,33 @@ import torch
 from torch import nn
 
 from ..shard_tensor.tensor import ShardTensor
+from ..state.model_state import values_key
 
 __all__ = ["read_alone", "write_full_safetensors"]
 
 _MARK = "_torch_shard_stock"  # of our functions: the one that was there
 
 
-def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor] | None = None) -> torch.Tensor:
+def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor]) -> torch.Tensor:
     """Return the full values of a sharded tensor, which this rank reads whatever the others do: plain. Not collective.
 
     Args:
         tensor: the tensor.
-        seen: what was read for the same file, as long as its tensors live; it is added to. A parameter that has several names, as
-            tied weights have, is read once then, and its names share memory, as they do in plain torch.
+        seen: the tensors that were read for the same file, to which this one is added; `tensor` must live as long. So a parameter
+            with several names (tied weights) is read once, and its names share memory, as they do in plain torch.
 
     Raises:
         ShardPicklingError: it is neither a parameter nor state from an optimizer's ``state_dict()``, or reads alone are switched
             off.
     """
-    key = _key(tensor)
-    if seen is not None and key in seen:
-        return seen[key]
-    found = tensor._full_for_file()
-    if found is None:
-        tensor.__reduce_ex__(2)  # raises
-        raise AssertionError
-    if seen is not None:
+    key = values_key(tensor)  # each state dict has other objects for one parameter
+    if key not in seen:
+        found = tensor._full_for_file()
+        if found is None:
+            tensor.__reduce_ex__(2)  # raises
+            raise AssertionError
         seen[key] = found
-    return found
-
-
-def _key(tensor: ShardTensor) -> Any:
-    """Return a key that is equal for the objects that stand for one parameter, of which each state dict has others."""
-    if tensor._unit_ref is None:
-        return id(tensor)
-    return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
+    return seen[key]
 
 
 def write_full_safetensors() -> None:
@@ -107,5 +99,5 @@ def _with_plain_state(stock: Callable[..., Any], plain: Callable[..., torch.Tens
 
 def _stand_in(tensor: ShardTensor, seen: dict[Any, Any]) -> torch.Tensor:
     """Return a tensor of its own for each parameter: ``load_model`` looks only at which names share memory."""
-    found: torch.Tensor = seen.setdefault(_key(tensor), torch.zeros(min(1, tensor.numel())))
+    found: torch.Tensor = seen.setdefault(values_key(tensor), torch.zeros(min(1, tensor.numel())))
     return found

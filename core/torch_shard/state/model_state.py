@@ -133,7 +133,7 @@ def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[StateEntry]:
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             continue
-        flat, key = None, _memory(value)
+        flat, key = None, values_key(value)
         if isinstance(value, ShardTensor):
             own = flats.get(id(value._spec.layout))
             if own is not None and not own.split and is_parameter(value, own):
@@ -147,8 +147,8 @@ def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[StateEntry]:
     )
 
 
-def _memory(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors that are the same values in the same memory."""
+def values_key(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for tensors, sharded or plain, that are the same values in the same memory."""
     if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
         return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
