@@ -143,18 +143,11 @@ class LoneReads:
         if idle and unit.state is State.FULL and unit.gathers and (unit.is_stale() or unit.outdated):
             self._reshard(unit)
             unit.outdated = True  # the other ranks have to gather it, too, when all compute with it the next time
-        for other in self._units:
-            if other is not unit:
-                self._free(other)
-        self._units = [other for other in self._units if other.state is not State.SHARDED]
+        self._reshard_unneeded(besides=unit)
         if unit.state is State.SHARDED:
             unit.unshard_alone()
             self._units.append(unit)
         unit.wait()
-
-    def _free(self, unit: Unit) -> None:
-        if not (unit.running or unit.uses or unit.kept or unit.is_summoned or unit.state is State.SHARDED):
-            self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
         # Under `shard_optim`, too, where a current unit stays unsharded: the other ranks' units are not, so that all gather it.
@@ -164,13 +157,16 @@ class LoneReads:
     def end_forward(self) -> None:
         """End what a forward has read, and the read itself, unless something around the forward goes on with it."""
         if self._held and not torch.is_grad_enabled():
-            self._free_units()
+            self._reshard_unneeded()
         else:
             self.end()
 
-    def _free_units(self) -> None:
+    def _reshard_unneeded(self, besides: Unit | None = None) -> None:
+        """Reshard the units of the running read that nothing needs, except `besides`."""
         for unit in self._units:
-            self._free(unit)
+            needed = unit is besides or unit.running or unit.uses or unit.kept or unit.is_summoned
+            if not needed and unit.state is not State.SHARDED:
+                self._reshard(unit)
         self._units = [unit for unit in self._units if unit.state is not State.SHARDED]
 
     def end(self) -> None:
@@ -179,7 +175,7 @@ class LoneReads:
             return
         stack, self._open = self._open, None
         try:
-            self._free_units()
+            self._reshard_unneeded()
         finally:
             self._units = []
             nbytes = self.reading.bytes_read if self.reading is not None else 0
