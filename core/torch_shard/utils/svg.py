@@ -11,6 +11,8 @@ from typing import Any
 TEXT = "#010203"
 """Stands for the colour of the page's text, which only the browser knows."""
 
+_WIDTH = 9.0  # inches; the page shrinks what is too wide, as long as it stays readable
+
 WITHOUT_PLOTS = '<p class="note">For plots, <code>pip install matplotlib</code> and run this again.</p>\n'
 
 
@@ -19,12 +21,12 @@ def has_plots() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def svg(draw: Callable[[Any], None], height: float, width: float = 9.0) -> str:
+def svg(draw: Callable[[Any], None], height: float) -> str:
     """Return a plot as an SVG element, in a box that scrolls where the screen is narrow.
 
     Args:
-        draw: draws on the axes that it is given.
-        height, width: in inches; the page shrinks what is too wide, as long as it stays readable.
+        draw: a function that draws on the axes that it is given.
+        height: the height in inches.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot, which would choose a window system
@@ -32,7 +34,7 @@ def svg(draw: Callable[[Any], None], height: float, width: float = 9.0) -> str:
     colours = {f"{name}.color": TEXT for name in ("text", "xtick", "ytick")}
     style: Any = {**colours, "axes.edgecolor": TEXT, "axes.labelcolor": TEXT, "svg.fonttype": "none", "font.size": 9}
     with rc_context(style):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         axes.set_facecolor("none")
         axes.spines[["top", "right"]].set_visible(False)
