@@ -15,12 +15,13 @@ from torch_shard.errors import ConfigError
 _NOTED = "_lightning_shard_arguments"
 
 
-def note_arguments(kind: Any, instead: Callable[..., None] | None = None) -> None:
+def note_arguments(kind: Any, instead: Callable[..., None] | None) -> None:
     """Make the constructor of a class note its arguments, from now on.
 
     Args:
         kind: the class.
-        instead: a function that is called with the instance and the arguments by name, in place of the constructor.
+        instead: a function that is called with the instance and the arguments by name, in place of the constructor; None for the
+            constructor.
     """
     make = kind.__init__
     signature = inspect.signature(make)

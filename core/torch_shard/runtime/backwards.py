@@ -184,7 +184,7 @@ class Backwards:
             for use in (*unit.uses, *unit.kept):
                 use.check()
             for flat in unit.flats:
-                flat.gradients.begin_backward(self._called, not self._reduces, partial)
+                flat.gradients.begin_backward(checked=self._called, deferred=not self._reduces, partial=partial)
         runtime.schedule.begin_backward()
         self._begun += 1
         self._creates_graph = torch.is_grad_enabled()

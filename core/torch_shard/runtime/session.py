@@ -53,13 +53,13 @@ class Session:
         """Make the next unshard open a session. Not collective."""
         self.is_open = False
 
-    def open_for(self, phase: int, of: str, reads: bool | None = None) -> None:
+    def open_for(self, phase: int, of: str, reads: bool | None) -> None:
         """Open a session for an unshard outside backward, if it needs one. Collective, as :meth:`open` is."""
         # Each read by itself opens anew, also between the forward of one part of the model and that of the next.
         by_itself = phase == EVALUATION and not (self._runtime.forwards.running or self._runtime.lone.running)
         if by_itself or not self.is_open:
             self._was_open |= by_itself and self.is_open
-            self.open(of, (), reads)
+            self.open(of, reads=reads)
 
     def open(self, of: str, noted: Sequence[tuple[int, str]] = (), reads: bool | None = None) -> bool:
         """Agree with the other ranks that a forward begins. Collective, unless this rank alone reads the model.

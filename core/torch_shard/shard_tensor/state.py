@@ -59,8 +59,8 @@ class ShardState:
         self,
         local: torch.Tensor,
         spec: ShardSpec,
-        unit_ref: weakref.ref[Any] | None = None,
-        flat: torch.Tensor | None = None,
+        unit_ref: weakref.ref[Any] | None,
+        flat: torch.Tensor | None,
     ) -> None:
         self.local = local
         self.spec = spec

@@ -59,7 +59,7 @@ class FlatBuffer:
         dtypes: Dtypes,
         shard: torch.Tensor,
         unit: Unit,
-        placed: Sequence[Placed | None] = (),
+        placed: Sequence[Placed | None],
     ) -> None:
         """Make the buffers over `shard`. Until :meth:`compute_in_its_dtype` modules compute in ``dtypes.stored``.
 
@@ -68,7 +68,7 @@ class FlatBuffer:
             dtypes: the dtypes of storage, computation and gradients.
             shard: this rank's slot, 1-D, of ``dtypes.stored``.
             unit: the unit that the buffers belong to.
-            placed: the distribution of each parameter by DTensor; empty where none is a DTensor.
+            placed: the distribution of each parameter by DTensor; None for a plain one.
         """
         self.layout, self.dtypes, self.collectives = layout, dtypes, unit.collectives
         self.memory = shard  # may still be written to in the background; see `shard`
@@ -76,7 +76,7 @@ class FlatBuffer:
         self.rounding: Rounding | None = None  # set where optimizer steps are rounded stochastically
         self.unit = weakref.ref(unit)
         self.sharded = unit.sharded  # the shard group has several ranks
-        self.placed = tuple(placed) or (None,) * len(layout.slots)
+        self.placed = tuple(placed)
         self.distributed = any(self.placed)  # some parameters are DTensors
         # Tensor parallelism cuts all of them.
         self.split = any(p is not None and p.part is not None for p in self.placed)
@@ -231,9 +231,7 @@ class FlatBuffer:
         return flat.narrow(0, self.collectives.rank * n, n)
 
     # -- unshard and reshard ------------------------------------------------------------------------------------
-    def start_gather(
-        self, what: str, batch: list[PlainGather] | None = None
-    ) -> Pending | QuantizedGather | Crossing | None:
+    def start_gather(self, what: str, batch: list[PlainGather] | None) -> Pending | QuantizedGather | Crossing | None:
         """Start to fill the full buffer, which has memory; return None if that is done already. Collective.
 
         With a `batch`, a plain gather is added there, and the caller starts it.

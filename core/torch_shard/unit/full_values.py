@@ -72,7 +72,7 @@ def _gathered(
     dtype: torch.dtype,
     what: str,
     fill: Callable[[torch.Tensor], Any],
-    memory: torch.Tensor | None = None,
+    memory: torch.Tensor | None,
 ) -> torch.Tensor:
     c = flat.collectives
     moves = flat.sharded and flat.layout.numel > 0

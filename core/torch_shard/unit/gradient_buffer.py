@@ -44,7 +44,7 @@ class GradientBuffer:
         dtypes: Dtypes,
         params: list[ShardTensor],
         collectives: Collectives,
-        host: HostGradients | None = None,
+        host: HostGradients | None,
     ) -> None:
         """Make the buffer, without memory. `host` takes reduced gradients to host memory; None keeps them on the device."""
         self.layout, self.dtypes, self.params, self.collectives, self.host = layout, dtypes, params, collectives, host
@@ -193,7 +193,7 @@ class GradientBuffer:
         return self.dtypes.grad if self.host is None or self._factor != 1.0 else self.dtypes.crossing(reduced=False)
 
     # -- arrival ------------------------------------------------------------------------------------------------
-    def begin_backward(self, checked: bool = False, deferred: bool = False, partial: bool = False) -> None:
+    def begin_backward(self, *, checked: bool, deferred: bool, partial: bool) -> None:
         """Begin a backward.
 
         Args:
