@@ -28,6 +28,7 @@ from torch_shard.frontend import (
 )
 from torch_shard.frontend.checkpoint import (
     FullLoad,
+    Mismatches,
     Source,
     all_parameters,
     by_name,
@@ -206,15 +207,13 @@ class PlainModel:
         places = {_place(own[name]) for name in self._state if name in own}
         missing = [name for name in own if name not in self._state and _place(own[name]) not in places]
         unexpected = [name for name in self._state if name not in own]
-        lines = [f"missing: {', '.join(missing)}"] if missing and self._strict else []
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected and self._strict else []
-        lines += [
+        problems = [
             f"{name} has shape {tuple(value.shape)} in the file and {tuple(own[name].shape)} here"
             for name, value in self._state.items()
             if name in own and isinstance(value, torch.Tensor) and value.shape != own[name].shape
         ]
-        if lines:
-            raise StateDictError(f"{self.path} does not fit, and nothing was loaded.\n  " + "\n  ".join(lines))
+        found = Mismatches(missing, unexpected, problems) if self._strict else Mismatches([], [], problems)
+        found.refuse(str(self.path))
 
     def apply(self) -> None:
         """Load the model's state."""
@@ -254,18 +253,14 @@ class FullOptimizer:
 
     def compare(self) -> None:
         """Raise a StateDictError with all that does not fit."""
-        what = f"{self.path} does not fit this {type(self.optimizer).__name__}, and nothing was loaded."
         if self._engine is None:
             here = [len(group["params"]) for group in self.optimizer.param_groups]
             there = [len(group["params"]) for group in self._given["param_groups"]]
-            if here != there:
-                raise StateDictError(f"{what} Its groups have {there} parameters, and here {here}.")
-            return
-        missing, unexpected, problems = mismatches_by_name(self._engine, self.optimizer, self._names, self._given)
-        lines = [f"missing: {', '.join(missing)}"] if missing else []
-        lines += [f"unexpected: {', '.join(unexpected)}"] if unexpected else []
-        if lines or problems:
-            raise StateDictError(f"{what}\n  " + "\n  ".join(lines + problems))
+            problems = [] if here == there else [f"its groups have {there} parameters, and here {here}"]
+            found = Mismatches([], [], problems)
+        else:
+            found = mismatches_by_name(self._engine, self.optimizer, self._names, self._given)
+        found.refuse(f"{self.path}, for this {type(self.optimizer).__name__},")
 
     def apply(self) -> None:
         """Load the optimizer's state."""

@@ -38,6 +38,7 @@ from ..comm import consensus
 from ..engine import Engine
 from ..errors import CheckpointError, ShardError
 from ..state import optimizer_state as named_state
+from ..state.model_state import Mismatches
 
 __all__ = [
     "EXTRA",
@@ -47,6 +48,7 @@ __all__ = [
     "OPTIMIZER",
     "Contents",
     "FullLoad",
+    "Mismatches",
     "PendingSave",
     "Saving",
     "Source",
@@ -187,10 +189,8 @@ def parameters_loaded(engine: Engine) -> None:
     engine._runtime.forget_residuals()
 
 
-def mismatches_by_name(
-    engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]
-) -> tuple[list[str], list[str], list[str]]:
-    """Return what of full state by name does not fit the optimizer: missing, unexpected, and other problems. Not collective."""
+def mismatches_by_name(engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]) -> Mismatches:
+    """Return what of full state by name does not fit the optimizer. Not collective."""
     return named_state.mismatches(engine._runtime, optimizer, names, given)
 
 
