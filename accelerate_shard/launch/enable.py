@@ -94,25 +94,24 @@ def _apply_to_trainer(module: ModuleType) -> None:
 
 
 class Finder:
-    """Lets the other import finders find some modules, and calls a function with each when it has been executed."""
+    """Lets the other import finders find a module, and calls a function with the module when it has been executed."""
 
-    def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
-        self.then = then
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
 
     def install(self) -> None:
-        """Put this before the other finders. What has been imported already is followed at once, each time."""
+        """Put this before the other finders. If the module has been imported already, call the function now, each time."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
-        for name, then in self.then.items():
-            if name in sys.modules:
-                then(sys.modules[name])
+        if self.name in sys.modules:
+            self.then(sys.modules[self.name])
 
     def remove(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self.then:
+        if fullname != self.name:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -120,22 +119,21 @@ class Finder:
                 find(fullname, path, target) if find and finder is not self else None
             )
             if spec is not None:
-                _followed(spec, self)
+                self._follow(spec)
                 return spec
         return None
 
+    def _follow(self, spec: importlib.machinery.ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute: Callable[[ModuleType], None] = loader.exec_module
 
-def _followed(spec: importlib.machinery.ModuleSpec, finder: Finder) -> None:
-    loader: Any = spec.loader
-    execute: Callable[[ModuleType], None] = loader.exec_module
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ == self.name and self in sys.meta_path:
+                # The module is complete but for the import machinery's bookkeeping, which nothing here needs.
+                self.then(module)
 
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        if module.__name__ in finder.then and finder in sys.meta_path:
-            # The module is complete but for the import machinery's bookkeeping, which nothing here needs.
-            finder.then[module.__name__](module)
-
-    loader.exec_module = exec_module
+        loader.exec_module = exec_module
 
 
-_FINDER = Finder({_TRAINER: _apply_to_trainer})
+_FINDER = Finder(_TRAINER, _apply_to_trainer)

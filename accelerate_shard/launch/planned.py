@@ -17,7 +17,7 @@ def prepare() -> None:
     from .enable import Finder, enable
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    Finder({_ARGUMENTS: _train_on_cpu}).install()
+    Finder(_ARGUMENTS, _train_on_cpu).install()
     enable()
 
 
