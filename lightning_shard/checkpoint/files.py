@@ -17,7 +17,7 @@ from torch_shard.log import logger
 
 from .._private import MixinBase
 
-MARKERS = (".metadata", "manifest.json", "meta.pt")
+_MARKERS = (".metadata", "manifest.json", "meta.pt")
 """A folder with a sharded checkpoint has at least one of these files, whichever program wrote it."""
 
 
@@ -26,14 +26,14 @@ def is_local(path: Any) -> bool:
     return "://" not in str(path)
 
 
-def is_checkpoint_folder(path: Path) -> bool:
+def _is_checkpoint_folder(path: Path) -> bool:
     """Return True for a folder that holds a sharded checkpoint."""
-    return any((path / marker).is_file() for marker in MARKERS)
+    return any((path / marker).is_file() for marker in _MARKERS)
 
 
-def refuse_other_folder(target: Path) -> None:
+def _refuse_other_folder(target: Path) -> None:
     """Raise IsADirectoryError for a folder that is no checkpoint and would be lost."""
-    if target.is_dir() and not target.is_symlink() and not is_checkpoint_folder(target):
+    if target.is_dir() and not target.is_symlink() and not _is_checkpoint_folder(target):
         raise IsADirectoryError(f"{target} is a folder, and not a checkpoint; the checkpoint needs another path.")
 
 
@@ -57,7 +57,7 @@ class FileMixin(MixinBase):  # type: ignore[misc]
 
     def _write(self, checkpoint: dict[str, Any], path: Any) -> None:
         target = Path(os.path.abspath(path))
-        refuse_other_folder(target)
+        _refuse_other_folder(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         tidy(target)
         beside = hidden(target, secrets.token_hex(8))
@@ -90,7 +90,7 @@ def delete(path: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint. No part of it is ever seen under its name."""
     if path.is_dir() and not path.is_symlink():
-        if not is_checkpoint_folder(path):
+        if not _is_checkpoint_folder(path):
             logger.warning("%s is left alone: it is a folder, and holds no checkpoint", path)
             return
         unseen = hidden(path, secrets.token_hex(8))
@@ -110,7 +110,7 @@ def aside(path: Any) -> Iterator[None]:
     if target is None or not target.is_dir() or target.is_symlink():
         yield
         return
-    refuse_other_folder(target)
+    _refuse_other_folder(target)
     kept = target.parent / f".{target.name}.previous-{secrets.token_hex(8)}"
     os.rename(target, kept)
     try:

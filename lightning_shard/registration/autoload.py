@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 # The modules whose execution completes a registry of strategies: the registry's name in it, and the namespace.
-REGISTRIES = {
+_REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning"),
     "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric"),
@@ -77,7 +77,7 @@ def _register(module: ModuleType) -> None:
     try:
         from . import registry as names
 
-        registry, namespace = REGISTRIES[module.__name__]
+        registry, namespace = _REGISTRIES[module.__name__]
         names.register(namespace, getattr(module, registry))
     except Exception as error:
         import logging
@@ -91,7 +91,7 @@ def _register(module: ModuleType) -> None:
         )
 
 
-_FINDER = AfterImport(REGISTRIES, _register)
+_FINDER = AfterImport(_REGISTRIES, _register)
 
 
 def install() -> None:

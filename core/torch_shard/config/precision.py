@@ -48,7 +48,7 @@ def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
     return tuple(sorted(found, key=lambda kind: f"{kind.__module__}.{kind.__qualname__}"))
 
 
-def packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
+def _packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
     """Return the modules of `model` that directly hold weights in a packed format: integers or 8-bit values of two dimensions or
     more. Their other tensors, scales for instance, belong to that format, and must not be cast."""
     tensors = {name: [*m._parameters.values(), *m._buffers.values()] for name, m in model.named_modules()}
@@ -213,7 +213,7 @@ def for_autocast(config: ShardConfig, model: nn.Module, dtype: torch.dtype, sett
     Not collective.
     """
     if config.precision is None:
-        precision = Precision(dtype, cast_inputs=False, cast_params="autocast", keep=packed_in(model))
+        precision = Precision(dtype, cast_inputs=False, cast_params="autocast", keep=_packed_in(model))
         return dataclasses.replace(config, precision=precision)
     if config.strategy != "no_shard" and config.precision == NONE:
         logger.warning(

@@ -312,7 +312,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 # -- what methods set ---------------------------------------------------------------------------------------------------
 
 
-def set_sync(engine: Engine, value: bool) -> None:
+def _set_sync(engine: Engine, value: bool) -> None:
     """Set whether the next backward reduces gradients. As in torch's FSDP, backward decides, not its forward."""
     runtime = engine._runtime
     runtime.require_sync = runtime.forward_sync = value
@@ -322,11 +322,11 @@ def set_sync(engine: Engine, value: bool) -> None:
 def without_sync(engine: Engine) -> Iterator[None]:
     """Accumulate gradients on this rank inside."""
     before = engine.require_backward_grad_sync
-    set_sync(engine, False)
+    _set_sync(engine, False)
     try:
         yield
     finally:
-        set_sync(engine, before)
+        _set_sync(engine, before)
 
 
 def apply_sync(module: nn.Module) -> None:
@@ -337,7 +337,7 @@ def apply_sync(module: nn.Module) -> None:
     """
     engine, own = engine_of(module), mark_of(module)
     if engine is not None and own is not None:
-        set_sync(engine, own.sync and all(mark.sync for *_, mark in marks_in(module)))
+        _set_sync(engine, own.sync and all(mark.sync for *_, mark in marks_in(module)))
 
 
 def divide_by(engine: Engine, module: nn.Module, divisor: float) -> None:
