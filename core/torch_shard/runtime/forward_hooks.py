@@ -262,8 +262,7 @@ def _looks_up(module: nn.Module) -> bool:
     """Return True for torch's embedding without code of the user's, which might keep memory of the weight."""
     if type(module) is not nn.Embedding or "forward" in module.__dict__:
         return False
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return all(getattr(hook, "func", None) in _HOOKS for hook in hooks)
+    return all(map(is_own_hook, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
 _HOOKS = (_enter_unit, _exit_unit, _begin_model, _finish_model, note_load, *mixed_precision_hooks.HOOKS)
