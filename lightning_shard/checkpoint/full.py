@@ -55,7 +55,7 @@ def on_meta(value: Any) -> Any:
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
 
-def optimizer_state(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> dict[str, Any]:
+def optimizer_state(engine: Engine, optimizer: Any, parameters: nn.Module) -> dict[str, Any]:
     """Return full optimizer state by number, as ``optimizer.state_dict()`` of a single device is. Collective.
 
     Ranks other than 0 get the groups without any state.
@@ -63,11 +63,11 @@ def optimizer_state(engine: Engine, optimizer: Any, parameters: nn.Module | None
     Args:
         engine: one of those that shard the optimizer's parameters.
         optimizer: the optimizer.
-        parameters: a module that names the optimizer's parameters; by default the engine's model.
+        parameters: a module that names the optimizer's parameters.
     """
     if not is_sharded(optimizer):
         return optimizer.state_dict()
-    found = numbered_optim_state_dict(engine, optimizer, True, parameters or engine.model)
+    found = numbered_optim_state_dict(engine, optimizer, True, parameters)
     numbers = itertools.count()
     groups = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [next(numbers) for _ in group["params"]]}
@@ -76,9 +76,7 @@ def optimizer_state(engine: Engine, optimizer: Any, parameters: nn.Module | None
     return {"state": found.get("state", {}), "param_groups": groups}
 
 
-def load_optimizer(
-    engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
-) -> None:
+def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module) -> None:
     """Load full state by number, the same on all ranks, into an optimizer. Collective.
 
     `parameters` is as for :func:`optimizer_state`.
@@ -87,17 +85,17 @@ def load_optimizer(
         optimizer.load_state_dict(copy.deepcopy(state))  # which keeps what it is given: views of the file
         return
     named = by_name(optimizer, names_of(engine, optimizer, parameters), state)
-    load_optim_state_dict(engine, optimizer, named, parameters or engine.model)
+    load_optim_state_dict(engine, optimizer, named, parameters)
 
 
 def is_sharded(optimizer: Any) -> bool:
     return any(isinstance(p, ShardTensor) for group in optimizer.param_groups for p in group["params"])
 
 
-def names_of(engine: Engine, optimizer: Any, parameters: nn.Module | None = None) -> dict[int, str]:
-    """Return the names of an optimizer's parameters by id. Not collective."""
+def names_of(engine: Engine, optimizer: Any, parameters: nn.Module) -> dict[int, str]:
+    """Return the names of an optimizer's parameters in the module `parameters`, by id. Not collective."""
     try:
-        return param_names_of(engine, optimizer, parameters or engine.model)
+        return param_names_of(engine, optimizer, parameters)
     except StateDictError:
         raise StateDictError(
             f"rank {engine.rank}: {type(optimizer).__name__} mixes parameters of the LightningModule with others, so "

@@ -179,25 +179,21 @@ def is_named(state: Any) -> bool:
     return any(isinstance(name, str) for group in state.get("param_groups", ()) for name in group["params"])
 
 
-def load_optimizer(
-    engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None
-) -> None:
-    """Load state by parameter name. Collective. `parameters` is as for :func:`.full.optimizer_state`."""
+def load_optimizer(engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module) -> None:
+    """Load state by parameter name, or by number as a single device has it. Collective.
+
+    `parameters` is as for :func:`.full.optimizer_state`.
+    """
+    if not is_named(state):
+        _full.load_optimizer(engine, optimizer, state, parameters)
+        return
     names = names_of(engine, optimizer, parameters)
     devices = {names[id(p)]: p.device for group in optimizer.param_groups for p in group["params"]}
     placed = {
         name: {key: _on(value, devices[name]) for key, value in own.items()} if name in devices else own
         for name, own in state["state"].items()
     }
-    load_optim_state_dict(engine, optimizer, {**state, "state": placed}, parameters or engine.model)
-
-
-def load_either(engine: Engine, optimizer: Any, state: Mapping[str, Any], parameters: nn.Module | None = None) -> None:
-    """Load state by parameter name, or by number as a single device has it. Collective."""
-    if is_named(state):
-        load_optimizer(engine, optimizer, state, parameters)
-    else:
-        _full.load_optimizer(engine, optimizer, state, parameters)
+    load_optim_state_dict(engine, optimizer, {**state, "state": placed}, parameters)
 
 
 def renamed(

@@ -108,7 +108,7 @@ class CheckpointMixin(SavingMixin):
             if engine is None:
                 optimizer.load_state_dict(copy.deepcopy(state))
             else:
-                _sharded.load_either(engine, optimizer, state)
+                _sharded.load_optimizer(engine, optimizer, state, engine.model)
 
     # -- a checkpoint is written --------------------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class CheckpointMixin(SavingMixin):
             return super().optimizer_state(optimizer)
         if self._settings.state_dict_type == "sharded":
             return _sharded.optimizer_state(engine, optimizer)
-        return _full.optimizer_state(engine, optimizer)
+        return _full.optimizer_state(engine, optimizer, engine.model)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write one file by rank 0, or a folder by all ranks. Collective; a failure is raised on all ranks.

@@ -119,7 +119,7 @@ class FabricCheckpointMixin(SavingMixin):
             elif isinstance(obj, nn.Module):
                 full[key] = self.engine_of(obj).state_dict(rank0_only=True)
             else:
-                full[key] = _full.optimizer_state(self._engines_of(obj)[0], obj, parameters=self._parameters(obj))
+                full[key] = _full.optimizer_state(self._engines_of(obj)[0], obj, self._parameters(obj))
 
         def write() -> None:
             kept: dict[str, Any] = {}
@@ -274,7 +274,7 @@ class FabricCheckpointMixin(SavingMixin):
                 self.load_module_state_dict(obj, value, strict=strict)
             elif isinstance(obj, torch.optim.Optimizer):
                 if self._engines_of(obj):
-                    _sharded.load_either(self._engines_of(obj)[0], obj, value, self._parameters(obj))
+                    _sharded.load_optimizer(self._engines_of(obj)[0], obj, value, self._parameters(obj))
                 else:
                     obj.load_state_dict(copy.deepcopy(value))
             elif _is_stateful(obj):
