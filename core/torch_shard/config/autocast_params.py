@@ -1,9 +1,9 @@
 """Which parameters torch.autocast casts: the operands of matrix products and convolutions.
 
 Every other use of a parameter computes with it as it is stored: an embedding, a norm, ``x * self.gate``, ``x + self.positions``.
-What a forward does with its parameters is not known before it runs, so they are told by the module's class, and by their size
-where the class is unknown. Whatever is left in fp32 by mistake costs bytes alone, because autocast casts it when it is used. So
-only large parameters are cast on suspicion.
+What a forward does with its parameters is not known before it runs. The module's class decides, and where that is unknown the
+parameter's size. A parameter that is left in fp32 by mistake costs only bytes, because autocast casts it when it is used. So of
+unknown modules only large parameters are cast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_cast(module: nn.Module, name: str, param: torch.Tensor) -> bool:
 
 
 def is_cast_by_size(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Return True if nothing but its shape tells that autocast casts a parameter of `module`. Not collective."""
+    """Return True if a parameter of `module` counts as cast for its shape alone. Not collective."""
     large = len(shape) > 1 and math.prod(shape) >= _LARGE and min(shape[-2:]) >= _NARROW
     return large and not _is_known(module) and not isinstance(module, _NEVER)
 

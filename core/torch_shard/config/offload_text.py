@@ -16,10 +16,13 @@ FORM = "none, cpu, or fields of Offload: " + ", ".join(_FIELDS) + " (params=fals
 
 
 def read_offload(text: str) -> Offload | None:
-    """Return what ``none``, ``cpu``, or ``name=value`` separated by commas means; ``cpu`` in front is allowed. Not collective.
+    """Return the settings that a text stands for; None where nothing is offloaded. Not collective.
+
+    Args:
+        text: ``none``, ``cpu``, or ``name=value`` pairs separated by commas, with or without ``cpu`` in front.
 
     Raises:
-        ValueError: it is none of these; says why.
+        ValueError: the text has another form; the message says why.
     """
     text = text.strip()
     if text.lower() in _NOTHING:
@@ -37,10 +40,10 @@ def read_offload(text: str) -> Offload | None:
 
 
 def offload_of_fields(pairs: Mapping[str, Any]) -> Offload:
-    """Return what a mapping means, as a YAML may have it. Not collective.
+    """Return the settings that a mapping stands for, such as one in a YAML file. Not collective.
 
     Raises:
-        ValueError: there is no such field, or its value is bad; says why.
+        ValueError: there is no such field, or its value is wrong; the message says why.
     """
     unknown = [name for name in pairs if name not in _FIELDS]
     if unknown:
@@ -52,7 +55,7 @@ def offload_of_fields(pairs: Mapping[str, Any]) -> Offload:
 
 
 def text_of(offload: Offload | None) -> str:
-    """Return what :func:`read_offload` reads as `offload`. Not collective."""
+    """Return the text that :func:`read_offload` reads as `offload`. Not collective."""
     if offload is None:
         return "none"
     changed = {name: value for name in _FIELDS if (value := getattr(offload, name)) != getattr(Offload(), name)}

@@ -22,7 +22,7 @@ class Dtypes:
         compute: the dtype of the parameter while its unit is gathered.
         reduce: the dtype in which its gradient is reduced.
         grad: the dtype of ``.grad``.
-        quantized: the settings by which values or gradients are sent quantized, if they are.
+        quantized: the settings by which values or gradients are sent quantized; None if they are not.
     """
 
     stored: torch.dtype

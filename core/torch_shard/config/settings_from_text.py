@@ -143,15 +143,15 @@ def read_variables(
 
 
 def read_value(setting: Setting, name: str, value: Any) -> Any:
-    """Return the value that a text means, or a list or mapping of a file. Not collective.
+    """Return the value of a setting that is given as text, or in a file as a list or mapping. Not collective.
 
     Args:
         setting: the setting.
-        name: where the text stands, for the error.
-        value: the text.
+        name: the variable, option or key that holds the text, for the error.
+        value: the text, list or mapping.
 
     Raises:
-        ConfigError: it is not of the setting's form.
+        ConfigError: `value` is not of the setting's form.
     """
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:

@@ -177,7 +177,7 @@ def tensor_mesh(model: nn.Module) -> tuple[str, Any] | None:
 
 
 def data_parallel_groups_of(mesh: Any, tensor_parallel: Any, name: str) -> list[list[int]]:
-    """Return the global ranks of the data-parallel groups: for each rank of a tensor-parallel group, those beside it in `mesh`.
+    """Return the global ranks of the data-parallel groups, one for each rank of this rank's tensor-parallel group.
 
     Args:
         mesh: a DeviceMesh, the dimensions over which parameters are sharded.
@@ -185,7 +185,7 @@ def data_parallel_groups_of(mesh: Any, tensor_parallel: Any, name: str) -> list[
         name: the name of a parameter there, for error messages.
 
     Returns:
-        The ranks of each group, all in the order in which `mesh` has this rank's own group in ascending order.
+        The groups. This rank's own is in ascending order, and the ranks at one index of all groups form a tensor-parallel group.
 
     Raises:
         SetupError: the two meshes are not different dimensions of one mesh.

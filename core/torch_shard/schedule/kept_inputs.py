@@ -1,4 +1,4 @@
-"""Decides when the inputs of checkpointed layers are copied to the host and back, in training and in its prediction.
+"""When the inputs of checkpointed layers are copied to the host and back, in training and in its prediction.
 
 The decisions are made by torch's saved-tensor hooks around the call of a checkpoint, which see what the checkpoint keeps. How a
 tensor is copied is left to subclasses: :mod:`torch_shard.activation_offload`, which also describes what is where at what time,
@@ -28,7 +28,7 @@ class OnDevice(ABC):
 
     @abstractmethod
     def wait(self) -> torch.Tensor:
-        """Make what is computed next wait for the copy; return the tensor."""
+        """Make later computation wait for the copy; return the tensor."""
 
 
 OnDeviceT = TypeVar("OnDeviceT", bound=OnDevice)
@@ -99,7 +99,7 @@ class KeptInputs(ABC, Generic[OnDeviceT]):
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """Return True if `tensor` is copied to the host, rather than kept on the device."""
-        of_user = tensor.requires_grad and tensor.is_leaf  # who keeps it
+        of_user = tensor.requires_grad and tensor.is_leaf  # the user keeps it on the device anyway
         return tensor.nbytes >= self.min_bytes and not of_user and _is_dense(tensor)
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
@@ -144,6 +144,7 @@ class _Kept:
         return copied
 
     def take(self) -> torch.Tensor:
+        """Return the tensor on the device, and let go of it."""
         self.ask()
         there, self.there = self.there, None  # a second backward copies it from the host once more
         return self.copy.take(there)
@@ -156,9 +157,10 @@ class _Call:
         self.inputs = inputs
         self.kept: list[weakref.ref[_Kept]] = []
         self.before: weakref.ref[_Call] | None = None
-        self.asked = -1  # by which backward
+        self.asked = -1  # the graph task of the last backward that asked for the tensors
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps of `tensor`; the hook of torch's saved tensors, as is :meth:`unpack`."""
         if not self.inputs.moves(tensor):
             return tensor
         kept = _Kept(self.inputs._copy_of(tensor))
@@ -168,6 +170,7 @@ class _Call:
         return kept
 
     def unpack(self, kept: Any) -> torch.Tensor:
+        """Return the tensor; in a backward, start the copies back of this call and the one before it in the forward."""
         if not isinstance(kept, _Kept):
             return kept  # type: ignore[no-any-return]
         task = graph_task()

@@ -1,6 +1,6 @@
-"""A branch of this process: a copy that goes on by itself, tells one result, and ends.
+"""A branch of this process: a copy, made by ``fork``, that goes on by itself, returns one result, and ends.
 
-As ``fork`` does it: the copy has all objects, of threads only the one that branches, and no memory of its own until it writes.
+The branch has all objects, and one thread, that which called :func:`branch`. It shares memory until one of the two writes to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..errors import ShardError
 
 
 class Branch:
-    """What a branch is to itself: the end at which it tells its result."""
+    """The handle by which a branch ends and returns its result; only the branch itself has it."""
 
     def __init__(self, pipe: int):
         self._pipe = pipe
 
     def end(self, result: object) -> NoReturn:
-        """End the process and tell `result`, which can be pickled; an error is raised by :func:`branch`.
+        """End the process and send `result`, which can be pickled, to :func:`branch`, which raises it if it is an error.
 
-        Nothing is cleaned up: what was open belongs to the process that branched.
+        Nothing is cleaned up, because open files and groups belong to the process that branched.
         """
         text = pickle.dumps(result)
         with os.fdopen(self._pipe, "wb") as pipe:
@@ -36,10 +36,10 @@ class Branch:
 
 
 def branch() -> Branch | Any:
-    """Branch, and return twice: at once a :class:`Branch` in the new process, and here the result that it has told.
+    """Branch, and return twice: at once a :class:`Branch` in the new process, and later that branch's result in this one.
 
     Raises:
-        ShardError: here, the error that the branch told, or that it has ended without a result.
+        ShardError: the branch has ended without a result. An error that is its result is raised as it is.
     """
     sys.stdout.flush()  # else both processes would write what is buffered
     sys.stderr.flush()
@@ -52,13 +52,13 @@ def branch() -> Branch | Any:
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         size = pipe.read(8)  # not to the end, which processes that the branch has started may hold open
-        told = pipe.read(int.from_bytes(size, "little"))
+        pickled = pipe.read(int.from_bytes(size, "little"))
     _, status = os.waitpid(pid, 0)
-    if not told:
+    if not pickled:
         code = os.waitstatus_to_exitcode(status)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         raise ShardError(f"the copy of this process that ran the script was ended {how} before it had a result.")
-    result = pickle.loads(told)
+    result = pickle.loads(pickled)
     if isinstance(result, Exception):
         raise result
     return result

@@ -28,10 +28,10 @@ def row(cells: Sequence[Any], state: str = "", tag: str = "td") -> str:
 
 
 def check_path(option: str, text: str, beside: Sequence[str] = ()) -> Path:
-    """Return the path of a page, once it is known that a file can be written there; none is left there.
+    """Return the path of a page, after a test that a file can be written there. The test leaves no file.
 
     Args:
-        option: what the user has given the path with, for errors.
+        option: the option by which the user gave the path, for errors.
         text: the path.
         beside: suffixes of files that get the same name and are written beside it.
 

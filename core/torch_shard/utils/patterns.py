@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 
 MOST_NAMES = 1000
-"""The number of names that are considered of a module which is registered in many places."""
+"""The most names that are considered of one module, which may be registered in many places."""
 
 
 def check_pattern(field: str, pattern: str) -> None:
@@ -44,8 +44,8 @@ def matches(name: str, pattern: str) -> bool:
 def every_name(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each name of each module below `root`, and the module, in the order of registration.
 
-    As ``root.named_modules(remove_duplicate=False)``, but the names of a module end at :data:`MOST_NAMES`: where each module
-    holds the next one twice, there are twice as many names at every step. A module below itself is not entered again.
+    The order is that of ``root.named_modules(remove_duplicate=False)``. A module has at most :data:`MOST_NAMES` names, because
+    where each module holds the next one twice, the names double at every level. A module below itself is not entered again.
     """
     seen: Counter[int] = Counter()
     path: list[nn.Module] = []
