@@ -27,7 +27,7 @@ def _summoned_param(t: Any) -> Any:
 def gradient_holder(unit: Any, param: Any) -> Any:
     """Return the unsharded parameter if that has the gradient, inside ``engine.gathered``; else None.
 
-    Then `.grad` is this rank's part of what the ranks have agreed on.
+    If it is None, `.grad` is this rank's shard of the gradient, once the ranks have agreed on which gradients exist.
     """
     if unit.is_summoned and (unsharded := unit.unsharded_param_of(param)).grad is not None:
         return unsharded
@@ -114,9 +114,10 @@ def _misfit(param: ShardTensor, value: torch.Tensor) -> str:
 def _may_assign_data(func: Any, args: Any, kwargs: Any) -> bool:
     """Return True if ``Module.to()`` and its like may assign to ``.data``, which checks the value.
 
-    Else they put the converted tensor into the module as another parameter. That is right for another dtype: the engine's shards
-    keep theirs, and the new parameter is read as one that was computed from the old one. The model can be saved so, and not run.
-    The note on the converted tensor keeps them from swapping that in, see ``ShardTensor.__tensor_flatten__``.
+    Otherwise they put the converted tensor into the module as a new parameter. That is right for another dtype: the engine's
+    shards keep theirs, and the new parameter is a tensor that was computed from the old one. A model that was converted like
+    this can be saved, but can't run. The mark on the converted tensor keeps ``Module.to()`` from swapping it in, see
+    ``ShardTensor.__tensor_flatten__``.
     """
     param, value = args
     if not isinstance(value, ShardTensor) or value is param:

@@ -94,9 +94,9 @@ def _edit(versions: Versions, targets: list[ShardTensor], values: list[Any]) -> 
 
 
 def _values(target: ShardTensor, source: Any, versions: Versions) -> torch.Tensor | int | None:
-    """Return the values that `source`, copied into `target`, gives a parameter; None if they are not known in full.
+    """Return the values that a parameter has after `source` is copied into `target`; None if they are not known in full.
 
-    They are a full plain tensor, or the number of values that the parameter had before.
+    They are a full plain tensor, or the number, in ``versions.edits``, of earlier values that the parameter gets back.
     """
     spec = target._spec
     if not isinstance(source, torch.Tensor) or not _is_whole(target) or spec.part is not None:
@@ -110,7 +110,7 @@ def _values(target: ShardTensor, source: Any, versions: Versions) -> torch.Tenso
 
 
 def remember(copy: ShardTensor, source: Any) -> None:
-    """Note that `copy` has just been made of `source`: a parameter, what an optimizer's ``state_dict()`` has, or a copy of it."""
+    """Note that `copy` has just been made of `source`: a parameter, a tensor of an optimizer's ``state_dict()``, or a copy."""
     state, unit = source._shard_state, source._unit
     if copy._local.is_inference():
         return  # without a version counter an edit would not be seen
@@ -127,12 +127,12 @@ def remember(copy: ShardTensor, source: Any) -> None:
 
 
 class StateOf(NamedTuple):
-    """Which state of an optimizer a tensor is that came with its ``state_dict()``, or a copy of such a tensor.
+    """The origin of a tensor from an optimizer's ``state_dict()``, or of a copy of one: the optimizer's own state.
 
     Attributes:
         unit_ref: weak reference to the parameter's unit.
-        part: what ranks call the state.
-        source: weak reference to the state of which this is a copy; None for the state itself.
+        part: the name by which the other ranks know the state.
+        source: weak reference to the state of which the tensor is a copy; None for the state itself.
         at: the version of the state, when the copy was made, and the version counter of the copy.
     """
 
@@ -142,20 +142,20 @@ class StateOf(NamedTuple):
     at: tuple[Any, int] = (None, 0)
 
     def original(self, tensor: ShardTensor) -> ShardTensor | None:
-        """Return the optimizer's state with the values of `tensor`, to which this belongs; None if one of them has changed."""
+        """Return the optimizer's state, which `tensor`, of this origin, has the values of; None if either has changed since."""
         if self.source is None:
             return tensor
         found = self.source()
         return found if found is not None and (self.present(found), tensor._local._version) == self.at else None
 
     def present(self, state: ShardTensor) -> Any:
-        """Return the version that `state`, the optimizer's own, has now: steps change it with the parameters."""
+        """Return the present version of `state`, the optimizer's own: that of the parameters, and of edits of the state."""
         unit = self.unit_ref()
         return None if unit is None else (unit.runtime.versions.present, state._local._version)
 
 
 def _is_whole(param: ShardTensor) -> bool:
-    """Return True if an alias of a parameter is none of a part of it."""
+    """Return True if `param`, a parameter or an alias of one, is all of the parameter, and no view of a part."""
     unit: Any = param._unit
     flat, index = unit.find(param)
     return flat.params[index]._spec is param._spec

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Read = Callable[[ShardTensor], torch.Tensor]
 
-# A derivation keeps its operands alive. One of many tensors, each computed from the one before, is not kept.
+# A derivation keeps its operands alive, so that a chain of more calls than this is dropped.
 _MOST_CALLS = 16
 
 
@@ -34,9 +34,9 @@ class Derivation:
     """How one ShardTensor was computed from parameters.
 
     Attributes:
-        unit_ref: weak reference to the unit of one of these.
+        unit_ref: weak reference to the unit of one of the parameters.
         call: the function and its operands; None if the tensor can't be computed anew.
-        calls: how many calls lie between parameters and the tensor.
+        calls: the number of calls in the longest chain from a parameter to the tensor.
     """
 
     __slots__ = ("_model", "_recipe", "_versions", "call", "calls", "unit_ref")
@@ -45,7 +45,7 @@ class Derivation:
         self.unit_ref, self.call, self.calls = unit_ref, call, 1
         self._model: Any = None
         self._recipe: int | None = None
-        self._versions: list[tuple[torch.Tensor, int]] = []  # what must not be edited meanwhile
+        self._versions: list[tuple[torch.Tensor, int]] = []  # operands and result, and their version counters
 
     @property
     def forgotten(self) -> Derivation:
@@ -127,7 +127,7 @@ def unit_of_origin(tensor: ShardTensor) -> UnitPort | None:
 def reading(
     tensors: Iterable[Any], what: str, recording: bool = False, call: FunctionCall | None = None
 ) -> Iterator[Read | None]:
-    """Return a context in which this rank alone reads parameters in full, with the function that it yields; None where all do.
+    """Return a context that yields a function by which this rank alone reads full parameters; None where all ranks read.
 
     Collective, unless this rank reads alone.
 
@@ -135,7 +135,7 @@ def reading(
         tensors: parameters, and tensors that were computed from some, whose full values will be wanted.
         what: the operation, for messages; the same on all ranks.
         recording: the result may be part of a graph.
-        call: what is computed of the tensors, if not all of their values are wanted.
+        call: the function of the tensors that is computed; None if the tensors themselves are wanted.
 
     Raises:
         DivergenceError: this rank is alone, and can't compute one of the tensors anew.
@@ -166,7 +166,7 @@ def _is_known(tensor: ShardTensor, unit: UnitPort) -> bool:
 
 
 def full_values(tensor: ShardTensor, read: Read) -> torch.Tensor:
-    """Return the full values of a parameter, or of what was computed from some; ``read(parameter)`` returns one in full."""
+    """Return the full values of a parameter, or of a tensor computed from some; ``read(parameter)`` returns one in full."""
     if tensor._unit_ref is not None:
         return read(tensor)
     if (copied_from := tensor._shard_state.copied_from) is not None and is_current_copy(tensor):
@@ -202,9 +202,9 @@ def fulls(tensors: Sequence[ShardTensor], what: str, recording: bool = False) ->
 
 
 def full_for_file(tensor: ShardTensor) -> torch.Tensor | None:
-    """Return the full values of a parameter, or of what was computed from parameters, whatever the others do. Not collective.
+    """Return the full values of a parameter, or of a tensor computed from some, whatever other ranks do. Not collective.
 
-    None for other tensors, and where they can't be read or computed anew.
+    Returns None for other tensors, and where the values can't be read or computed anew.
     """
     unit = unit_of_origin(tensor)
     if unit is None or not _is_known(tensor, unit):

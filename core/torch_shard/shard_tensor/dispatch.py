@@ -155,7 +155,7 @@ def _local(value: Any, spec: ShardSpec, func: Any) -> Any:
 
 
 def alias(source: Any) -> ShardTensor:
-    """Return another ShardTensor of the same shard; the alias of a parameter may be unsharded, too."""
+    """Return another ShardTensor of the same shard; an alias of a parameter can be unsharded as the parameter can."""
     result = ShardTensor._wrap(source._local, source._spec, source._unit_ref)
     result._shard_state.origin = source._shard_state.origin
     if source._unit_ref is None:

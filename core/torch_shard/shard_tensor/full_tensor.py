@@ -103,7 +103,7 @@ class _Cut:
 
 
 def _cuts(tensors: Sequence[ShardTensor], what: str) -> list[list[_Cut]]:
-    """Return for each tensor what each rank has of it. Collective.
+    """Return the ranges of each tensor that the ranks have. Collective.
 
     Raises:
         DivergenceError: another rank gathers something else; found on the CPU only.

@@ -14,7 +14,7 @@ from .tensor import ShardTensor
 
 
 def name_of(func: Any) -> str:
-    """Return a torch function's name, such as ``add_``; of a property ``__get__:data``."""
+    """Return a torch function's name, such as ``add_``; or ``__get__:data`` for the getter of a property."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return f"{name}:{getattr(func.__self__, '__name__', '')}"
@@ -46,7 +46,7 @@ class FunctionCall:
 
     @property
     def target(self) -> Any:
-        """What the function writes to: a tensor, or a list of tensors; None if it makes its result."""
+        """The tensor, or list of tensors, that the function writes to; None if its result is new."""
         if "out" in self.kwargs:
             return self.kwargs["out"]
         name = self.name
@@ -57,9 +57,9 @@ class FunctionCall:
 
     @property
     def recipe(self) -> int:
-        """A number that tells apart what functions compute: with which arguments, of what was computed from parameters and how.
+        """A checksum of the call: the function, its arguments, and how its operands were computed from parameters.
 
-        It is equal on ranks that make one call. Of plain tensors it knows the shape and dtype only.
+        Ranks that make the same call have the same number. Of plain tensors only the shape and dtype count.
         """
         return zlib.crc32(repr((self.name, recipe_of(self.args), recipe_of(self.kwargs))).encode())
 
@@ -77,7 +77,7 @@ class FunctionCall:
 
 
 def recipe_of(value: Any) -> Any:
-    """Return what tells `value` apart from other arguments, by its ``repr`` on all ranks; see :attr:`FunctionCall.recipe`."""
+    """Return a description of an argument whose ``repr`` is the same on all ranks; see :attr:`FunctionCall.recipe`."""
     if isinstance(value, ShardTensor):
         state = value._shard_state
         made = None if state.origin is None else state.origin.recipe

@@ -78,7 +78,7 @@ ALWAYS_LOCAL = LISTS | NEW_TENSORS | _CONVERSIONS | _INIT | _NUMBERS
 """Functions for which shards suffice, whatever the operands' shapes are."""
 
 SCALARS = SCALAR_REDUCTIONS | EXTREMES | NORMS | _NUMBERS | {"_foreach_norm"}
-"""Functions whose result is no tensor of the parameter's shape, but one value, which shards and a small message give."""
+"""Functions whose result is one value, not a tensor of the parameter's shape: shards and a small message suffice for it."""
 
 # Functions that would hand out the shard's memory as if it were the parameter's.
 DENIED = _names(

@@ -81,11 +81,11 @@ class RuntimePort(Protocol):
 
     @property
     def on_demand(self) -> OnDemandPort:
-        """What unshards parameters for single operations outside their modules' forward."""
+        """The object that unshards parameters for single operations outside their modules' forward."""
 
     @property
     def optimizer_states(self) -> OptimizerStatesPort:
-        """What reads optimizer state from the other ranks."""
+        """The object that reads optimizer state from the other ranks."""
 
     @property
     def versions(self) -> Versions:
@@ -102,11 +102,11 @@ class RuntimePort(Protocol):
         """Raise if `.grad` is read that an optimizer's step in backward has consumed."""
 
     def leave_interrupted(self) -> None:
-        """Do what the forward hooks would have done that an interrupt has skipped."""
+        """Do what is left to do of a forward whose last hooks an interrupt has skipped."""
 
 
 class OnDemandPort(Protocol):
-    """The part of what unshards on demand that sharded parameters use."""
+    """The part of a runtime's ``on_demand`` that sharded parameters use."""
 
     def begin(
         self,
@@ -118,23 +118,23 @@ class OnDemandPort(Protocol):
     ) -> torch.Tensor | None:
         """Return what the function of `call` computes with in place of `param`; None for the shards.
 
-        `local_ok`: the function gives the right result on shards, too. `dtypes`: of the operands that are not sharded; empty
-        unless the unit :attr:`casts <UnitPort.casts>`.
+        `local_ok`: the function gives the right result on shards, too. `dtypes`: the dtypes of the operands that are not sharded;
+        empty unless the unit :attr:`casts <UnitPort.casts>`.
         """
 
     def alone(
         self, unit: Any, what: str, recipe: int, recording: bool, known: bool
     ) -> contextlib.AbstractContextManager[Callable[[ShardTensor], torch.Tensor] | None]:
-        """Return a context with what reads a parameter in full, if this rank alone reads; with None where all ranks do.
+        """Return a context with a function that reads a full parameter on this rank alone; with None where all ranks read.
 
-        `recipe`: see :attr:`.FunctionCall.recipe`. `known`: parameters are all that is wanted; else only all ranks together can
-        read.
+        `recipe`: see :attr:`.FunctionCall.recipe`. `known`: the result can be computed from parameters; otherwise all ranks must
+        read together.
         """
 
     def alone_for_file(
         self, what: str
     ) -> contextlib.AbstractContextManager[Callable[[ShardTensor], torch.Tensor] | None]:
-        """Return a context with what reads a parameter in full for a file that this rank writes; with None where it can't."""
+        """Return a context with a function that reads a full parameter for a file of this rank; with None where it can't."""
 
     def end(self, unit: Any, result: Any, copies: list[torch.Tensor], name: str) -> None:
         """End the operation for which :meth:`begin` was called."""
@@ -144,7 +144,7 @@ class OnDemandPort(Protocol):
 
 
 class OptimizerStatesPort(Protocol):
-    """The part of what knows a model's optimizers that their sharded state uses."""
+    """The part of a runtime's ``optimizer_states`` that sharded optimizer state uses."""
 
     def read(self, part: ShardPart, own: ShardTensor) -> torch.Tensor | None:
-        """Return full state, which the ranks call `part`, and of which this rank has `own`; None where it can't read alone."""
+        """Return the full state `part`, of which this rank has the shard `own`; None where this rank can't read alone."""

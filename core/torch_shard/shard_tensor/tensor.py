@@ -146,7 +146,7 @@ class ShardTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if len(types) > 1 and not all(issubclass(kind, torch.Tensor) for kind in types):
-            return NotImplemented  # an object that stands for a tensor, which it loads from a file now, say
+            return NotImplemented  # leave it to the other class, such as one that loads its tensor from a file at this call
         return torch_function.call(func, args, kwargs or {})
 
     @classmethod
@@ -229,8 +229,8 @@ class ShardTensor(torch.Tensor):
             f"{self._spec.comm.watchdog.saving_advice}"
         )
 
-    # A program that prints a parameter wants its values, and says so. `repr` is asked by debuggers, tracebacks and containers, of
-    # any thread and at any point of a step: it sends nothing.
+    # A program that prints a parameter wants its values. Debuggers, tracebacks and containers call `repr`, from any thread and at
+    # any point of a step, so that `repr` sends nothing.
     def __str__(self) -> str:
         return self.__format__("")
 

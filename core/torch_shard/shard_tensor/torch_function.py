@@ -79,7 +79,7 @@ _LOADS: Any = torch.optim.Optimizer._process_value_according_to_param_policy.__c
 
 
 def _is_loading() -> bool:
-    """Return True if ``Optimizer.load_state_dict`` reads a parameter's ``dtype``: it converts state to it, and would round it.
+    """Return True if ``Optimizer.load_state_dict`` reads the ``dtype``: it converts state to that dtype, and would round it.
 
     Only :func:`computed_in` may call this, because the reader is found by the number of frames.
     """
@@ -170,7 +170,7 @@ def _on_copies(call: FunctionCall, sharded: list[Any]) -> Any:
 
 
 def _exported(call: FunctionCall, tensor: ShardTensor) -> Any:
-    """Return Python numbers, or a NumPy array that can't be written to: of a full copy. Collective, unless this rank is alone."""
+    """Return a full copy as Python numbers, or as a read-only NumPy array. Collective, unless this rank reads alone."""
     if derivation.unit_of_origin(tensor) is None:
         sharded = to_gather(call)
         if not sharded:
@@ -188,7 +188,7 @@ def _exported(call: FunctionCall, tensor: ShardTensor) -> Any:
 def _norms(
     tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return what ``torch._foreach_norm`` does, norm by norm: the derivative of each is known."""
+    """Return the result of ``torch._foreach_norm``, computed one norm at a time, because each of these has a derivative."""
     return tuple(torch.linalg.vector_norm(t, ord, dtype=dtype) for t in tensors)
 
 
@@ -212,7 +212,7 @@ def _is_derived(t: Any) -> bool:
 
 
 def _descent(tensors: list[Any]) -> tuple[bool, bool]:
-    """Return if any of the tensors was computed from parameters, and if any was so or is a parameter itself."""
+    """Return two flags: any of the tensors was computed from parameters; any was, or is a parameter itself."""
     # Hot: every step of an optimizer asks this for each operand, hence no calls.
     derived = of_parameter = False
     recording = torch.is_grad_enabled()
@@ -245,7 +245,7 @@ def _on_full_tensors(call: FunctionCall) -> Any:
 
 
 def _records(tensors: list[Any]) -> bool:
-    """Return True if a function of these tensors would be part of a graph."""
+    """Return True if autograd would record a function of these tensors."""
     with _NoTorchFunction():
         return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -375,7 +375,7 @@ def _mixes(operands: list[Any]) -> bool:
 
 
 def _on_demand(call: FunctionCall) -> Any:
-    """Run a function with the unsharded parameters in place of those whose unit says so. May be collective."""
+    """Run a function with unsharded parameters in place of sharded ones, where their unit decides so. May be collective."""
     unsharded: dict[int, Any] = {}
     originals: list[Any] = []
     asked: list[Any] = []
