@@ -159,7 +159,7 @@ class Backwards:
                     flat.gradients.accumulation.keep()
 
     def arm(self) -> None:
-        """Begin a backward of this engine, once for each, and have :meth:`end_backward` called when its graph task ends."""
+        """Begin this engine's backward, unless it runs already, and have :meth:`end_backward` called when its graph task ends."""
         runtime, task = self.runtime, graph_task()
         if task in self._tasks:
             return
@@ -169,7 +169,7 @@ class Backwards:
             return
         if self._refusal is not None:
             raise self._refusal
-        runtime.await_votes()  # of a backward before, since none of this engine is running
+        runtime.await_votes()  # those of an earlier backward, since none of this engine is running
         if runtime.feeds_back and runtime.collectives.size > 1 and grad_scaler.is_running():
             raise ConfigError(
                 f"rank {runtime.collectives.world_rank}: the loss was scaled by a GradScaler, and ShardConfig.quantized keeps "

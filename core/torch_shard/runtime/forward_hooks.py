@@ -131,7 +131,7 @@ class Forwards:
             entered.unit.uninstall()
 
     def between(self, recording: bool) -> None:
-        """Reshard what is needed no more, after an operation or a forward; `recording`: it recorded gradients."""
+        """Reshard units that are not needed any more, after an operation or a forward; `recording`: it recorded gradients."""
         if self.running or graph_task() != -1:
             return
         runtime = self.runtime
@@ -140,7 +140,7 @@ class Forwards:
             return
         if not recording:
             runtime.schedule.reshard_after_evaluation()
-            runtime.session.end_read()  # what is read next, this rank may read alone
+            runtime.session.end_read()  # this rank may make the next read alone
         if runtime.schedule.keeps_on:  # the next forward must look for changes of the parameters
             runtime.session.close()
 
@@ -195,7 +195,7 @@ class Forwards:
 
     # -- after an interrupt ---------------------------------------------------------------------------------------
     def leave_interrupted(self) -> None:
-        """Do what the forward hooks would have done that an interrupt has skipped. Not collective."""
+        """Do what is left to do of a forward whose last hooks an interrupt has skipped. Not collective."""
         gone = ended([each.frame for each in self._entered], self._roots)
         if not gone:
             return

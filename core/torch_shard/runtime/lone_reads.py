@@ -1,9 +1,9 @@
 """Reads of a model by this rank alone, while the other ranks do something else.
 
-What only reads the model (a forward without gradients, a state dict, one value) is met by all ranks, which then use collectives,
-or it concerns this rank alone, which then reads the shards of the others one-sidedly. :meth:`LoneReads.meet` decides, where the
-ranks compare their operations anyway. A lone read leaves no trace in what the ranks compare and remember: the order of unshards,
-the sequence of operations, the states of units.
+An operation that only reads the model is a forward without gradients, a state dict, or the reading of one value. Either all
+ranks come to it, and use collectives, or this rank alone does, and reads the shards of the others one-sidedly.
+:meth:`LoneReads.meet` decides that, where the ranks compare their operations anyway. A lone read leaves no trace in what the
+ranks compare and remember: the order of unshards, the sequence of operations, the states of units.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LoneReads:
     Attributes:
         running: a lone read is running.
         reading: that read; None while none is running.
-        count, bytes_read: how many there were, and how many bytes they have read from other ranks.
+        count, bytes_read: the number of lone reads so far, and of the bytes that they have read from other ranks.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -41,8 +41,10 @@ class LoneReads:
         self.reading: Reading | None = None
         self._units: list[Unit] = []  # those that are unsharded for the running read
         self._held = False  # forwards don't end the running read
-        self._reported: set[str] = set()  # lines that the log has named, or names at the end of the running read
-        self._to_report: tuple[str, str] | None = None  # where the running read has begun, if its end is to log that
+        self._reported: set[str] = set()  # lines that are in the log, or will be at the end of the running read
+        self._to_report: tuple[str, str] | None = (
+            None  # line and operation of the running read, if its end is to log them
+        )
         self.count = self.bytes_read = 0
 
     @property
@@ -66,8 +68,8 @@ class LoneReads:
             what: the comparison, for messages.
             notes: the operations to note, each with its code and text.
             payload: see :meth:`~torch_shard.comm.divergence.OperationSequence.check`.
-            sure: read alone only if the others surely do something else, not because they are late. (The result may be part of a
-                graph, whose backward would be an error.)
+            sure: read alone only if the others certainly do something else, and not if they may only be late. (The result may be
+                part of a graph, whose backward would be an error.)
             alone: False if this read needs all ranks, so that it is an error inside a lone read, and if others do something else.
         """
         runtime = self._runtime
@@ -82,7 +84,7 @@ class LoneReads:
         purpose = Purpose.WORKS
         if alone and self._may_begin:
             purpose = Purpose.RECORDS if sure else Purpose.READS
-        # One rank may come from before a step to the same read to which another comes from behind it.
+        # Ranks may come to the same read from different sides of a step; the versions tell.
         notes = [*notes, runtime.versions.note()]
         found = runtime.operations.meet(what, notes, purpose, runtime.config.alone_after, payload)
         if found is None:
@@ -118,7 +120,7 @@ class LoneReads:
                 raise DivergenceError(" And of the original of this copy: ".join(errors))
             self._open = stack.pop_all()
         self.count += 1
-        line = caller_line()  # another one at the end of the read, perhaps
+        line = caller_line()  # at the end of the read the caller may be at another line
         if line not in self._reported:
             self._reported.add(line)
             self._to_report = line, what
@@ -188,7 +190,7 @@ class LoneReads:
 
     @contextlib.contextmanager
     def alone(self, what: str) -> Iterator[Reading | None]:
-        """Return a context in which this rank reads alone, whatever the others do; None where it may not, or there are none."""
+        """Return a context in which this rank reads alone, whatever the others do; it yields None where this rank may not."""
         if not self._may_begin:
             yield None
             return
@@ -218,7 +220,7 @@ class LoneReads:
                 self.end()
 
     def refuse(self, what: str) -> None:
-        """Raise if a lone read is running: `what` concerns all ranks."""
+        """Raise if a lone read is running, since `what` concerns all ranks."""
         if self._open is not None:
             raise UnitStateError(
                 f"rank {self._runtime.collectives.world_rank}: {what} at {caller_line()} inside a read of the model by this rank "

@@ -1,6 +1,6 @@
-"""Says what holds the memory, and which settings would take less, where memory runs out in a step.
+"""Additions to the error that memory has run out in a step: what holds the memory, and which settings would take less.
 
-The error keeps its class, by which programs find it that try a smaller batch; what is said here follows its own message.
+The error keeps its class, by which programs that try a smaller batch catch it. The additions follow its own message.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 OPTIMIZER_STEP = "optimizer's step"
 
-# How torch's allocator for CPUs begins its RuntimeError, and what all of them ask for.
+# How the RuntimeError of torch's allocator for CPUs begins; and how all allocators name the size of a request.
 _ON_CPU = "DefaultCPUAllocator: "
 _ASKED = re.compile(r"allocate ([\d.]+ ?[kKMGT]?i?)(?:bytes|B)")
 
 
 def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Unit | None = None) -> None:
-    """Add what is known to an error that says that memory has run out; do nothing with other errors. Not collective.
+    """Add to an error that memory has run out what is known of the reason; leave other errors as they are. Not collective.
 
     Args:
-        runtime: of the model.
+        runtime: the model's runtime.
         error: the error that is about to leave the engine.
         phase: ``"forward"``, ``"backward"`` or :data:`OPTIMIZER_STEP`.
         unit: the unit that runs, if that is known.
@@ -44,7 +44,7 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
     ):
         return
     if "torch_shard" in vars(error):
-        return  # by an inner module, or another engine
+        return  # an inner module or another engine has done so
     where = "" if unit is None else f" of {unit.name}"
     try:
         runtime.collectives.watchdog.tell(f"ran out of memory in the {phase}{where}")
@@ -96,13 +96,13 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
 
 
 def _asked(message: str) -> int:
-    """Return how many bytes were asked for, as the message of an allocator says; 0 if it doesn't."""
+    """Return the number of bytes that were requested, by the message of an allocator; 0 if the message doesn't say."""
     found = _ASKED.search(message)
     return 0 if found is None else read_bytes("", found[1].strip() + "B")
 
 
 def _cheaper(plan: Plan, asked: int) -> Iterator[str]:
-    """Yield what would take less, the two that cost least time first."""
+    """Yield lines on what would take less memory: first the two settings that cost the least time."""
     if not asked:
         return
     now = plan.predicted.device_peak

@@ -22,7 +22,7 @@ from .forward_hooks import is_own_hook
 from .registry import ATTRIBUTE
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
-# What an nn.Module knows of some hooks, under the hooks' keys.
+# Attributes in which an nn.Module keeps properties of some hooks, under the hooks' keys.
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
@@ -53,7 +53,7 @@ class _State(dict[str, Any]):
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a module would have without the engine; `state` itself, if it has none of the engine's."""
+    """Return the attributes that a module would have without the engine; `state` itself, if none of these is the engine's."""
     plain = {
         key: value.in_plain_module if _is_own(value) else value for key, value in state.items() if key != ATTRIBUTE
     }

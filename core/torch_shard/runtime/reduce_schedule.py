@@ -58,9 +58,9 @@ class ReduceSchedule:
         # By the id of a flat buffer, which gradients arrived on any rank; None until the ranks have agreed on that.
         self._agreed: dict[int, list[int]] | None = None
         self._answer: list[int] | None = None  # the votes of all ranks, where they have come in `flush`
-        self._votes: list[int] | None = None  # this rank's in the last backward, if all ranks had the same
-        # What this rank has published before it knows the votes of the others, by flat buffer, with the parameters' states; empty
-        # if it is about to, and None if it knows them. See `Runtime.await_votes`.
+        self._votes: list[int] | None = None  # this rank's votes in the last backward, if all ranks had the same
+        # The gradients that this rank has published before it knows the other ranks' votes, by flat buffer, with the parameters'
+        # states. Empty if it is about to publish some, and None once it knows the votes. See `Runtime.await_votes`.
         self._early: list[tuple[FlatBuffer, list[torch.Tensor], list[int]]] | None = None
 
     def begin(self, forward_order: Iterable[Unit]) -> None:

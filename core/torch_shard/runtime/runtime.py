@@ -73,13 +73,12 @@ class Runtime:
         self.leave_interrupted = self.forwards.leave_interrupted
         self.is_ready = False  # set-up has ended
         self.on_demand = OnDemand(self)
-        # Of the shards.
         timeout, alone = group_timeout(collectives.device), config.alone != "error" and collectives.world > 1
         self.versions = Versions(collectives.device, collectives.world_rank, timeout, alone)
         if channel is not None:
             comparisons, watchdog = channel.groups.comparisons, collectives.watchdog
             self.versions.settle = lambda: comparisons.settle(watchdog.timeout)
-        # The load that has to follow makes the versions equal again.
+        # Loads that differ between ranks must be followed by one that makes the versions equal again.
         self.operations.on_unlike_loads = self.versions.restart
         self.lone = LoneReads(self)
         self.meet = self.lone.meet
@@ -97,9 +96,11 @@ class Runtime:
         self.awaits_votes = False
         self.copied_from: ModelVersion | None = None
         self.registrations = Registrations()
-        self.owners = OwnerMaps()  # of optimizers that step on full matrices
+        self.owners = OwnerMaps()  # for optimizers that step on full matrices
         self.in_backward: StepInBackward | None = None  # the optimizer that steps during backward
-        self.steps: Callable[[], Any] = lambda: None  # returns what watches optimizers' steps, while there is an engine
+        self.steps: Callable[[], Any] = lambda: (
+            None
+        )  # returns the watcher of optimizers' steps, while there is an engine
         quantized = config.quantized
         # Error feedback carries residuals from one step to the next. A scaler changes their scale, and skips steps.
         self.feeds_back = quantized is not None and quantized.gradients is not None and quantized.error_feedback

@@ -37,7 +37,7 @@ class ServedShards:
         self._offered: tuple[weakref.ref[Service], str] | None = None
 
     def offer(self, service: Service, key: str) -> None:
-        """Hand out the shards from now on under `key`, and what is left of them when the model is gone, until the ranks meet."""
+        """Hand out the shards under `key` from now on; when the model is gone, hand out what it leaves until the ranks meet."""
         self._offered = weakref.ref(service), key
         service.offer(key, self)
 
@@ -58,7 +58,7 @@ class ServedShards:
         return [state for ref, state in self._states if ref() is not None]
 
     def met(self) -> None:
-        """Note that all ranks have come to a collective: they have dropped the optimizers that this rank has dropped before."""
+        """Forget dropped optimizers: at a collective, which all ranks have come to, the other ranks have dropped them, too."""
         if any(ref() is None for ref, _ in self._states):
             self._states = [(ref, state) for ref, state in self._states if ref() is not None]
 
@@ -94,7 +94,7 @@ class ServedShards:
         return [value for value in values if isinstance(value, ShardTensor)]
 
     def _without_model(self) -> LeftShards:
-        self.versions.settle = lambda: None  # which refers to the process groups
+        self.versions.settle = lambda: None  # the other function refers to the process groups
         left = LeftShards(self.versions)
         for unit, flats in self.flats.items():
             for number, flat in enumerate(flats):
@@ -119,7 +119,7 @@ class LeftShards:
         self.states: dict[tuple[int, int, int, str], list[torch.Tensor]] = defaultdict(list)
 
     def met(self) -> None:
-        """Do nothing: all of this goes when the ranks meet."""
+        """Do nothing, since all of these shards are dropped when the ranks meet."""
 
     def shard_to_send(self, part: ShardPart, before: bool) -> torch.Tensor:
         """See :meth:`ServedShards.shard_to_send`."""

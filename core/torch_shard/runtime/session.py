@@ -24,9 +24,9 @@ class Session:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self.is_open = False
-        self._was_open = False  # before the read that runs now
+        self._was_open = False  # `is_open` before the read that runs now
         self._reshards_first = False  # the session that opens next begins with resharding all units that nothing needs
-        self._noted: Sequence[tuple[int, str]] = ()  # when the ranks agreed on the latest forward
+        self._noted: Sequence[tuple[int, str]] = ()  # what was compared for the latest forward that all ranks made
 
     def begin_model(self) -> None:
         """Prepare for a forward of the root module, which opens a session of its own at its first unshard. Not collective."""
@@ -116,7 +116,7 @@ class Session:
         repeats, self._noted = self._noted == noted, noted
         # With several engines, gathers of two models could mix.
         if repeats and runtime.engine_order.has_one and changes is None and not runtime.versions.edits.before:
-            # As the last forward on which the ranks have agreed. A difference is found when this one ends, see `Forwards.finish`.
+            # This forward repeats the last one that all ranks made. A difference is found when it ends, see `Forwards.finish`.
             runtime.operations.begin(what)
             return torch.empty(0, device="cpu")
         found = runtime.operations.check(what, changes)

@@ -18,7 +18,7 @@ class Use:
     __slots__ = ("__weakref__", "end", "looks_up", "saved", "start", "task", "unit", "versions")
 
     def __init__(self, unit: Unit, start: int, looks_up: bool = False) -> None:
-        """Begin a use. `looks_up`: it is that of an embedding, whose backward needs the indices, and not the weight."""
+        """Begin a use. `looks_up`: the use is an embedding's, whose backward needs the indices, and not the weight."""
         self.unit, self.start, self.end, self.saved, self.task = unit, start, start, True, -1
         self.looks_up = looks_up
         # The parameters that autograd has saved: number of the flat buffer, index, version.

@@ -172,7 +172,7 @@ class GradientBuffer:
         flat = self.flat if self.flat is not None else self._open()
         if not self.held:
             return flat, False
-        if self._narrow and not self.held.sums_in(flat.dtype):
+        if self._narrow and not self.held.fit_slots(flat.dtype):
             flat = self._widen()
         c = self.collectives
         here = c.streams.current()

@@ -62,11 +62,11 @@ class HeldGradients:
         return index in self._grads
 
     def hold(self, index: int, grad: torch.Tensor, adds: bool) -> None:
-        """Keep a gradient that nobody else refers to. `adds`: its slot has one of an earlier backward."""
+        """Keep a gradient that nobody else refers to. `adds`: its slot has the gradient of an earlier backward."""
         self._grads[index] = grad, adds
 
-    def sums_in(self, dtype: torch.dtype) -> bool:
-        """Return True if none is added to its slot, and none has another dtype than `dtype`, that of the slots."""
+    def fit_slots(self, dtype: torch.dtype) -> bool:
+        """Return True if slots of `dtype` take the held gradients without a sum or a cast."""
         return not any(adds or grad.dtype != dtype for grad, adds in self._grads.values())
 
     def copy_to(self, flat: torch.Tensor, views: Sequence[torch.Tensor], factor: float, whole: bool) -> bool:
@@ -95,5 +95,5 @@ class HeldGradients:
         return self._zeros[:numel]
 
     def forget(self) -> None:
-        """Drop all."""
+        """Drop all held gradients."""
         self._grads = {}
