@@ -39,29 +39,30 @@ MIN_BYTES = MIN_ACTIVATION_BYTES
 
 
 class ActivationOffload(KeptInputs["_OnDevice"]):
-    """Copies what autograd keeps to host memory, and back ahead of backward. One for a model, and not between threads.
+    """Copies of what autograd keeps, in host memory until shortly before backward needs it.
 
-    For checkpoints of one's own, of either kind; ``activation_offload=`` of the front ends, and
-    :func:`~torch_shard.activation_checkpointing.checkpointed_layers`, do the same for layers by class::
+    Use one object for each model, in one thread at a time. It is for checkpoints that your own code calls, reentrant or not.
+    ``activation_offload=`` of the front ends, and :func:`~torch_shard.activation_checkpointing.checkpointed_layers`, do the same
+    for layers by class::
 
         offload = ActivationOffload()
         for layer in self.layers:
             with offload.inputs():
                 x = checkpoint(layer, x, use_reentrant=False)
 
-    A reentrant checkpoint saves its inputs behind the layer: there compute waits for copies, in place of running beside them.
+    A reentrant checkpoint saves its inputs after the layer, so that computation waits for the copies instead of overlapping them.
 
-    Copied are dense tensors of any dtype that are not parameters, and not views of parameters that the engine has gathered. A
-    tensor that several layers take, such as a mask, is copied once. What is edited through ``.data`` meanwhile leaves no
-    trace, here as in autograd. A copy of the model, and a pickled one, has one of its own, which is empty.
+    Dense tensors of any dtype are copied, except parameters and views of parameters that the engine has gathered. A tensor that
+    several layers take, such as a mask, is copied once. An edit through ``.data`` meanwhile goes unnoticed, here as in autograd.
+    A copy of the model, or a pickled one, has an ``ActivationOffload`` of its own, which is empty.
 
     Args:
         min_bytes: smaller tensors stay where they are.
 
     Attributes:
-        copied_out: bytes that were copied to the host, since it was made.
-        copied_back: bytes that were copied from there.
-        late: copies back that were started only when backward was there.
+        copied_out: the bytes that were copied to the host so far.
+        copied_back: the bytes that were copied back so far.
+        late: the number of copies back that were started only when backward needed them.
 
     Raises:
         ConfigError: `min_bytes` is not a positive number.
@@ -81,7 +82,7 @@ class ActivationOffload(KeptInputs["_OnDevice"]):
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of host memory that are held now, in use or for the next step."""
+        """The bytes of host memory that are held now, for use in this step or the next."""
         return sum(device.pool.held for device in self._devices.values())
 
     @property
@@ -92,16 +93,16 @@ class ActivationOffload(KeptInputs["_OnDevice"]):
         return sum(device.pool.in_use for device in self._devices.values())
 
     def inputs(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep in host memory, until backward, what one call of a checkpoint saves. Enter it around that call.
+        """Return a context, around one call of a checkpoint, that keeps what it saves in host memory until backward.
 
-        It does nothing inside of another checkpoint, which keeps nothing of what is in it, in what backward recomputes, and
-        where other hooks for saved tensors are in force.
+        The context does nothing inside of another checkpoint, which keeps nothing of what is inside; in a recomputation in
+        backward; and under other hooks for saved tensors.
 
         Raises (in the forward):
-            HostMemoryError: there is no host memory for it, on this rank.
+            HostMemoryError: this rank has no host memory for a copy.
 
         Raises (in backward):
-            ShardError: what was kept was changed in place after the checkpoint had it. Plain torch raises an error then, too.
+            ShardError: a saved tensor was changed in place afterwards, for which plain torch raises an error, too.
         """
         return self.hooks()
 

@@ -112,7 +112,7 @@ def _distribute(param: Any, entries: dict[str, Any], counters: frozenset[Any]) -
 
 
 def _refuse_owners_state(optimizer: Any, rank: int, params: set[int]) -> None:
-    """Make the next step of an optimizer of full matrices that ``engine.close`` was not told of an error.
+    """Make it an error to step an optimizer of full matrices that was not passed to ``engine.close``.
 
     The state of such an optimizer has stayed with the parameters' owners. Each rank would step plain parameters with a part
     of the state, and replicas would silently differ.

@@ -127,7 +127,7 @@ def all_read(engine: Engine, what: str, alone: bool = True) -> bool:
 def reading_alone(engines: Sequence[Engine], what: str) -> Iterator[None]:
     """Let this rank alone read models inside, in one version: the other ranks' next steps wait. Not collective.
 
-    For a rank to which :func:`all_read` has said that the others do something else.
+    It is for a rank for which :func:`all_read` has returned False.
     """
     with contextlib.ExitStack() as stack:
         for engine in engines:
@@ -170,13 +170,13 @@ def is_solo(engine: Engine) -> bool:
 
 
 def wait_for_all(engine: Engine, seconds: float, what: str) -> None:
-    """Wait until all ranks are in `what`, for `seconds` at least; in a backward return at once. Collective."""
+    """Wait until all ranks have reached `what`, for `seconds` at least; in a backward return at once. Collective."""
     barrier.wait_for_all(engine._runtime, seconds, what)
 
 
 @contextlib.contextmanager
 def own_buffers(engine: Engine) -> Iterator[None]:
-    """Leave each rank its own buffers in the forwards inside, and in those that follow until another trains. Not collective."""
+    """Leave each rank its own buffers in the forwards inside, and later ones up to the next that trains. Not collective."""
     runtime = engine._runtime
     sync, runtime.buffers = runtime.buffers, None
     try:
@@ -206,7 +206,7 @@ def compress_gradients(engine: Engine, dtype: torch.dtype) -> None:
 
 
 def word_remedies(engine: Engine, handle: str, saving: str) -> None:
-    """Have errors of the engine name remedies in the user's terms. Not collective.
+    """Make errors of the engine name remedies in the user's terms. Not collective.
 
     Args:
         engine: the engine.
@@ -237,20 +237,20 @@ def casts_parameters(engine: Engine) -> bool:
 
 
 def parameter_bytes(engine: Engine) -> int:
-    """Return how many bytes the full parameters take, of those that are sharded, as they are stored. Not collective."""
+    """Return the bytes of the sharded parameters in full, in the dtypes in which they are stored. Not collective."""
     return sum(
         flat.layout.numel * flat.shard.element_size() for unit in engine.units if unit.gathers for flat in unit.flats
     )
 
 
 def plain_copy(engine: Engine, module: nn.Module, values: Mapping[str, Any]) -> nn.Module:
-    """Return a copy of a part of the sharded model that knows nothing of the engine. Not collective.
+    """Return a copy of a part of the sharded model without the engine. Not collective.
 
-    Its parameters and persistent buffers hold `values`, full tensors by the names of the whole model, in the same memory; a
-    KeyError says that a parameter has none.
+    The parameters and persistent buffers of the copy are over the memory of `values`, full tensors by the names of the whole
+    model. A parameter without a value is a KeyError.
     """
     runtime, model = engine._runtime, engine.model
-    memo: dict[int, Any] = {id(part): part for part in (runtime, *runtime.units)}  # which the hooks hold
+    memo: dict[int, Any] = {id(part): part for part in (runtime, *runtime.units)}  # the hooks refer to these
     held = {id(p) for p in module.parameters()}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) in held:
@@ -289,7 +289,7 @@ def full_state_dict(engine: Engine, module: Any, rank0_only: bool) -> dict[str, 
 def make_full(
     engine: Engine, found: dict[str, Any], rank0_only: bool, what: str, error: Exception | None = None
 ) -> None:
-    """Put full tensors, on the CPU, in the place of shards in a state dict. Collective; see ``full_state.make_full``."""
+    """Put full tensors, on the CPU, in the place of shards in a state dict. Collective; see ``state.model_state.make_full``."""
     full_state.make_full(engine._runtime, found, rank0_only, True, what, error)
 
 

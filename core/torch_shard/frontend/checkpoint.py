@@ -91,17 +91,17 @@ __all__ = [
 T = TypeVar("T")
 
 
-# How pickle and torch begin to say that bytes are no pickle at all.
+# The first words of pickle's and torch's errors for bytes that are no pickle at all.
 _NO_PICKLE = ("Unsupported operand", "nvalid load key", "nvalid magic number", "truncated")
 
 
 def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
-    """Return what `load` reads from the file at `path`, and say of its failure what it means for the file. Not collective.
+    """Return what `load` reads from the file at `path`; explain its errors by the state of the file. Not collective.
 
     Args:
         load: a function that reads with ``torch.load``.
         path: the file, for messages.
-        remedy: what the user writes to read a trusted file without torch's safe loader, a part of a sentence.
+        remedy: the code by which a user reads a trusted file without torch's safe loader, to be read behind "load it with".
 
     Raises:
         CheckpointError: the file is damaged or no checkpoint, or holds objects that the safe loader refuses, or whose classes
@@ -112,7 +112,7 @@ def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
     except (ShardError, torch.OutOfMemoryError):
         raise
     except AttributeError as error:
-        if not str(error).startswith("Can't get attribute"):  # of the loader, which may be the user's
+        if not str(error).startswith("Can't get attribute"):  # an error in the loader, which may be the user's
             raise
         raise CheckpointError(
             f"{path} holds objects of a class that is not found here, and nothing was loaded ({error}). Define the class where "
@@ -120,7 +120,7 @@ def read_pickled(load: Callable[[], T], path: Any, remedy: str) -> T:
         ) from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, LookupError) as error:
         text = str(error)
-        if text.startswith("Attempting to deserialize"):  # on a device that is not there
+        if text.startswith("Attempting to deserialize"):  # the file is sound; its device is not there
             raise
         is_pickle = zipfile.is_zipfile(path) or not refused(error).startswith(_NO_PICKLE)
         if text.startswith("Weights only load failed") and is_pickle:
@@ -190,7 +190,7 @@ def parameters_loaded(engine: Engine) -> None:
 
 
 def mismatches_by_name(engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]) -> Mismatches:
-    """Return what of full state by name does not fit the optimizer. Not collective."""
+    """Return the reasons why full state by name does not fit the optimizer. Not collective."""
     return named_state.mismatches(engine._runtime, optimizer, names, given)
 
 

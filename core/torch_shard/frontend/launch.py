@@ -77,13 +77,13 @@ FRONT_END_SETTINGS = (
 def read_arguments(
     arguments: Sequence[str], settings: Iterable[Setting], environment: MutableMapping[str, str]
 ) -> tuple[dict[str, tuple[str, Any]], list[str]]:
-    """Return the values of ``--shard.field=text`` arguments by field, each with the argument's name, and what follows them.
+    """Return the values of ``--shard.field=text`` arguments by field, each with its argument, and the arguments after them.
 
     The settings stand before the script's name; those behind it are the script's own. ``--shard.field text`` and, for a
     setting that is true or false, ``--shard.field`` alone mean the same. Not collective.
 
     Args:
-        arguments: those of the command line.
+        arguments: the arguments of the command line.
         settings: the settings that are known.
         environment: gets the arguments as variables, for the processes that this one starts, as ``strategy="auto"`` does.
 
@@ -162,7 +162,7 @@ def run_script(
 
 
 def _without_frames_of(packages: set[str], report: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `report` for tracebacks that begin in the script: the frames of these packages before it are left out."""
+    """Return `report`, an excepthook, without the frames of these packages that are before the script's own."""
 
     def is_before(frame: FrameType) -> bool:
         name = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or ""
@@ -180,7 +180,7 @@ def _without_frames_of(packages: set[str], report: Callable[..., Any]) -> Callab
 
 
 Replaced = list[tuple[ModuleType, str, Any]]
-"""The places of a name: the module, the name in it, and what stood there."""
+"""The places in which an object was replaced: each with the module, the name in it, and the former object."""
 
 
 def replace_everywhere(stock: Any, ours: Any, own_packages: Iterable[str]) -> Replaced:
@@ -208,5 +208,5 @@ def replace_everywhere(stock: Any, ours: Any, own_packages: Iterable[str]) -> Re
 
 
 def values_of(found: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return the values alone of what :func:`read_variables` and :func:`read_arguments` found. Not collective."""
+    """Return, by field, the values that :func:`read_variables` or :func:`read_arguments` found. Not collective."""
     return {field: value for field, (_, value) in found.items()}

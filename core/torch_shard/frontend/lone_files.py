@@ -15,7 +15,7 @@ from ..state.model_state import values_key
 
 __all__ = ["read_alone", "write_full_safetensors"]
 
-_MARK = "_torch_shard_stock"  # of our functions: the one that was there
+_MARK = "_torch_shard_stock"  # the attribute of our functions that holds the replaced one
 
 
 def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor]) -> torch.Tensor:
@@ -23,12 +23,12 @@ def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor]) -> torch.Tens
 
     Args:
         tensor: the tensor.
-        seen: the tensors that were read for the same file, to which this one is added; `tensor` must live as long. So a parameter
-            with several names (tied weights) is read once, and its names share memory, as they do in plain torch.
+        seen: the values that were read for the same file, to which these are added; `tensor` must live as long. A parameter with
+            several names (tied weights) is read once, and its names share memory, as they do in plain torch.
 
     Raises:
-        ShardPicklingError: it is neither a parameter nor state from an optimizer's ``state_dict()``, or reads alone are switched
-            off.
+        ShardPicklingError: the tensor is neither a parameter nor state from an optimizer's ``state_dict()``, or reads alone are
+            switched off.
     """
     key = values_key(tensor)  # each state dict has other objects for one parameter
     if key not in seen:
@@ -76,7 +76,7 @@ def _with_full_tensors(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_plain_state(stock: Callable[..., Any], plain: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return `stock`, a function of a model, which finds ``plain(tensor, seen)`` for sharded tensors of the state dict."""
+    """Return `stock`, a function of a model, to which the state dict shows ``plain(tensor, seen)`` for sharded tensors."""
 
     @functools.wraps(stock)
     def of_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +98,6 @@ def _with_plain_state(stock: Callable[..., Any], plain: Callable[..., torch.Tens
 
 
 def _stand_in(tensor: ShardTensor, seen: dict[Any, Any]) -> torch.Tensor:
-    """Return a tensor of its own for each parameter: ``load_model`` looks only at which names share memory."""
+    """Return a small tensor, one for each parameter, since ``load_model`` looks only at which names share memory."""
     found: torch.Tensor = seen.setdefault(values_key(tensor), torch.zeros(min(1, tensor.numel())))
     return found

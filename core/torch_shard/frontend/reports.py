@@ -21,15 +21,15 @@ from ..utils.html_page import check_path
 
 __all__ = ["reporting"]
 
-_MOMENTS = 200  # at most; two become one then
+_MOMENTS = 200  # once there are so many, each two are joined
 
 
 def reporting(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
     """Return a context, around a script, at whose end rank 0 writes a page about the first model that was trained in it.
 
-    See :meth:`torch_shard.Engine.report`. The page has the course of the run as well. The model and its optimizers are kept until
-    then. The page is also written where the script ends with an error, of what has been; where it has closed the engine, nothing
-    is held. Not collective.
+    The page is that of :meth:`torch_shard.Engine.report`, with the course of the run. The model and its optimizers are kept until
+    the end. The page is also written, of the steps so far, if the script ends with an error. After ``engine.close()`` it shows
+    that nothing is held. Not collective.
 
     Args:
         path: a file whose name ends in ``.html``, which is replaced.
@@ -53,11 +53,13 @@ def _reporting(report: _Report) -> Iterator[None]:
 
 
 class _Report:
+    """The page about one run: the model that it is about, and the course of its training."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._engine: Any = None
         self._model: Any = None  # which the engine doesn't keep
-        self._optimizers: list[torch.optim.Optimizer] = []  # those of the model; steps of the first one are counted
+        self._optimizers: list[torch.optim.Optimizer] = []  # the model's optimizers; steps of the first one are counted
         self._steps, self._every = 0, 1
         self._since: tuple[int, float, Statistics] | None = None
         self._history: list[Moment] = []
@@ -111,7 +113,7 @@ class _Report:
 
 
 def _joined(a: Moment, b: Moment) -> Moment:
-    """Return the mean of both, which are of about as many steps."""
+    """Return the mean of two moments of about equally many steps."""
     waits = {name: (getattr(a, name) + getattr(b, name)) / 2 for name in WAITS}
     peak = max(a.peak_gathered, b.peak_gathered)
     return Moment(b.step, (a.seconds + b.seconds) / 2, **waits, resident=b.resident, peak_gathered=peak)

@@ -46,7 +46,7 @@ class Mark:
         self.divisor: float | None = None  # the divisor of the sum of gradients, in place of the number of ranks
         self.prefetch = 0  # the number of units that a method has asked for
         self.had_grads = any(p.grad is not None for p in module.parameters())
-        self.opened: contextlib.ExitStack | None = None  # by FSDPModule.unshard
+        self.opened: contextlib.ExitStack | None = None  # the gather that FSDPModule.unshard has opened
         self.was_sharded = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
@@ -179,7 +179,7 @@ def own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def is_pending(module: nn.Module) -> bool:
-    """Return True if a wrapped module is not sharded yet. It is not pending after ``engine.close()``, where it is plain again."""
+    """Return True if a wrapped module is not sharded yet; False after ``engine.close()``, which has made it plain again."""
     root = root_of(module)
     return engine_of(root) is None and not mark_on(root).was_sharded
 
@@ -330,10 +330,10 @@ def without_sync(engine: Engine) -> Iterator[None]:
 
 
 def apply_sync(module: nn.Module) -> None:
-    """Defer all reductions of a sharded model, or a copy of one, while one of its wrapped modules is set to.
+    """Defer all reductions of a sharded model, or of a copy of one, while one of its wrapped modules is set not to reduce.
 
-    The deferred gradients are summed and reduced later, with the same result, and a step in between is refused. Other modules
-    are left alone.
+    The deferred gradients are summed and reduced later, with the same result, and a step in between is refused. Modules that are
+    not sharded models are left alone.
     """
     engine, own = engine_of(module), mark_of(module)
     if engine is not None and own is not None:

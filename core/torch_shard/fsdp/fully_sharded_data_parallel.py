@@ -400,7 +400,7 @@ def _engines(module: nn.Module) -> list[Engine]:
     if deferred_wrap.mark_of(module) is not None:
         return [deferred_wrap.engine_around(module)]
     engine = engine_of(module)
-    if engine is not None:  # by torch_shard.shard
+    if engine is not None:  # the model was sharded by torch_shard.shard
         return [engine]
     roots = dict.fromkeys(deferred_wrap.root_of(part) for _, part, _ in deferred_wrap.marks_in(module))
     return [deferred_wrap.engine_around(root) for root in roots]

@@ -26,7 +26,7 @@ _running: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict of a
 
 
 class WrappedModule:
-    """A class that stands before the module's own class."""
+    """The methods of wrapped modules that come before those of the module's own class."""
 
     _wrapped_class: type[nn.Module]  # the module's own class, in classes that class_over makes
 
@@ -61,7 +61,7 @@ class WrappedModule:
         module: Any = self
         if deferred_wrap.is_pending(module):
             if strict and any(p.device.type == "meta" for p in module.parameters()):
-                _shard_zeros(module)  # every value is about to be loaded
+                _shard_zeros(module)  # the load replaces every value
             elif any(isinstance(value, ShardTensor) for value in state_dict.values()) or any(
                 t.device.type == "meta" for t in (*module.parameters(), *module.buffers())
             ):

@@ -1,6 +1,6 @@
-"""Lets a script that was written for GPUs run on a machine without them, up to the place where its model is planned.
+"""A mode in which a script for GPUs runs on a machine without them, up to the place where its model is planned.
 
-Tensors that it wants on a GPU are the CPU's. Which device a tensor would be on is found out when the step is traced.
+Tensors that the script puts on a GPU are on the CPU instead. The trace of the step finds out on which device each would be.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ZERO = ("current_device", "max_memory_allocated", "max_memory_reserved", "memor
 
 
 class OnHost(TorchFunctionMode):
-    """A mode in which what names a GPU means the CPU. ``torch.cuda.is_available()`` stays False, and nothing is compiled."""
+    """A mode in which names of GPUs mean the CPU. ``torch.cuda.is_available()`` stays False, and nothing is compiled."""
 
     def __init__(self) -> None:
         super().__init__()

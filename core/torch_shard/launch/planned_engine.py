@@ -1,4 +1,4 @@
-"""The engine of a model that is planned and not sharded: its parameters stay full, and what it does is what plain torch does."""
+"""The engine of a model that is planned, not sharded: parameters stay full, and methods do what plain torch does."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..setup import build
 
 
 class PlannedEngine(Engine):
-    """What a script has as its engine in ``torch-shard plan``. The model is a plain one; one rank is all there is.
+    """The engine that a script gets in ``torch-shard plan``, over a plain model on a single rank.
 
-    What the ranks do together it does through a runtime of its own, for one rank alone and for no unit of the model.
+    Collective methods go through a runtime of this engine's own, which has one rank and no unit of the model.
 
     Args:
-        model, config: those of ``shard()``.
-        ranks: how many ranks are planned for.
+        model, config: the arguments of ``shard()``.
+        ranks: the number of ranks that is planned for.
         alone: a process group of this rank alone, or None without ``torch.distributed``.
         closing: a function that :meth:`close` calls with the model.
 
@@ -58,7 +58,7 @@ class PlannedEngine(Engine):
         nn.utils.clip_grad_value_(self.model.parameters() if parameters is None else parameters, clip_value)
 
     def attach(self, optimizer: Any) -> None:
-        """Do nothing: the optimizer steps the parameters that it has."""
+        """Do nothing, since the optimizer holds the plain parameters."""
 
     @contextlib.contextmanager
     def gathered(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -70,11 +70,11 @@ class PlannedEngine(Engine):
         self.model.apply(fn)
 
     def state_dict(self, **_: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's own."""
+        """Return the model's own state dict."""
         return self.model.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load the model's own."""
+        """Load a state dict into the plain model."""
         return self.model.load_state_dict(state_dict, strict)
 
     def load(self, *_: Any, **__: Any) -> Any:
@@ -84,7 +84,7 @@ class PlannedEngine(Engine):
         """Load nothing: values don't matter."""
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Do nothing: what a hook takes is not planned."""
+        """Do nothing, since the time and memory of a hook are not planned."""
 
     def grad_norms(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
         """Return no norms."""

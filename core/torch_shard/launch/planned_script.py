@@ -1,11 +1,11 @@
-"""Runs a script to find out what its first step takes, instead of training: ``torch-shard plan train.py``.
+"""A script that runs, instead of training, up to its first step, to plan that: ``torch-shard plan train.py``.
 
 The script runs in a branch of the process, on the CPU, up to the place where it shards a model. There its step is traced in
-further branches, see :mod:`torch_shard.plan.script_step`, and settings are searched. It never gets further. It believes to be
-rank 0 of as many as are planned for: in torch's process group "fake" collectives return at once, since nobody else is there.
+further branches, see :mod:`torch_shard.plan.script_step`, settings are searched, and the script ends. To the script this process
+is rank 0 of as many ranks as are planned for: collectives of torch's process group "fake" return at once.
 
-DistributedDataParallel and FSDP count as sharding, as under the runners. Front ends of frameworks say in an entry point of the
-group ``torch_shard.planned_scripts`` what makes their scripts shard: a function without arguments.
+DistributedDataParallel and FSDP count as sharding, as under the runners. A front end of a framework has an entry point in the
+group ``torch_shard.planned_scripts``: a function without arguments that makes the framework's scripts shard.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from .settings import RUNNER_SETTINGS, Overrides
 
 _FRONT_ENDS = "torch_shard.planned_scripts"
 _OF_FABRIC = ("LT_ACCELERATOR", "LT_DEVICES", "LT_NUM_NODES", "LT_STRATEGY")
-# What tells a program that it is one of several ranks, of which there are none here.
+# Prefixes of variables by which a program would find the ranks of a real launch.
 _OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "OMPI_", *_OF_FABRIC)
-# Collectives of objects. In the fake group each rank has what this one has.
+# Collectives of objects. In the fake group every rank has this rank's objects.
 _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 _RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -61,17 +61,17 @@ _RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127
 def plan_script(name: str, arguments: Sequence[str], hardware: Hardware, is_module: bool = False) -> Search:
     """Run a script until its first step is traced, and find settings for it. Not collective.
 
-    Nothing that the script does remains but what it has written to files by then. What it prints goes to standard error.
+    Only files that the script has written by then remain. Its output goes to standard error.
 
     Args:
         name: the path of the script, or the name of a module.
-        arguments: the script's own.
-        hardware: what the step is to fit.
-        is_module: `name` is a module's.
+        arguments: the script's own arguments.
+        hardware: the machines that the step has to fit.
+        is_module: True if `name` is a module's.
 
     Raises:
         TraceError: the script fails before its first step is over, or on fake tensors; or it shards no model.
-        ConfigError, SetupError: its settings are wrong.
+        ConfigError, SetupError: the script's settings are wrong.
     """
     there = branch()
     if isinstance(there, Branch):
@@ -135,8 +135,8 @@ class _Script:
         engine.instead_of_sharding = self._shard
 
     def _shard(self, model: nn.Module, config: ShardConfig) -> Engine:
-        """Do what ``torch_shard.shard`` is called for: search, and end; in a branch let the script go on."""
-        if config.strategy == "auto":  # which asks for this very plan
+        """Search settings for the model and end, in place of ``torch_shard.shard``; in a branch, let the script go on."""
+        if config.strategy == "auto":  # this is the plan that "auto" asks for
             config = dataclasses.replace(config, strategy="full_shard", memory=None)
         trains = any(p.requires_grad for p in model.parameters())
         if trains and self._planned is not None:
@@ -148,7 +148,7 @@ class _Script:
             alone = dist.new_group([0]) if dist.is_initialized() else None
             planned = PlannedEngine(model, config, self._hardware.ranks, alone, self._engine_closes)
         if not trains:
-            return planned  # a model for reference, say, whose tensors are inputs of the step
+            return planned  # such as a reference model, whose tensors are inputs of the step
         self._planned = model
         try:
             found = search_with(self._trace, model, config, self._hardware, recomputes=has_checkpointed_layers(model))
@@ -167,7 +167,7 @@ class _Script:
             self._step.engine_closes()
 
     def _refuse_steps_without_engine(self, model: nn.Module) -> None:
-        """End the script, which computes with true values here, where it trains a model whose engine it has closed."""
+        """Make an optimizer step of a model whose engine is closed end the script, which would train with real values."""
         own = {id(p) for p in model.parameters()}
 
         def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -189,12 +189,12 @@ class _Script:
 
 
 class _GoOn(BaseException):
-    """Raised in a branch, where the script goes on: the search is the other process's."""
+    """The exception that lets the script go on in a branch, while the other process searches."""
 
 
 @contextlib.contextmanager
 def _fake_group(ranks: int) -> Iterator[None]:
-    """Let scripts make their process group, whatever its backend, of rank 0 alone."""
+    """Make each process group of the script, whatever its backend, a fake one of which this process is rank 0."""
     init = dist.init_process_group
 
     def fake(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The names of torch's classes, replaced by ours wherever they are known: for scripts that are not edited."""
+"""Replacement of torch's classes by ours in all modules that know them, for scripts that are not edited."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..fsdp import deferred_wrap
 from . import distributed_data_parallel
 from .settings import Overrides
 
-# torch's own modules compare classes with the ones they know: ours is a subclass of DistributedDataParallel, and FSDP's models
-# are no FSDP of torch's to them.
+# torch's own modules keep torch's classes, with which they compare a model's: ours is a subclass of DistributedDataParallel, and
+# our FSDP models are not torch's.
 _KEEP = ("torch", "torch_shard")
 _OF_DDP = ("torch.nn.parallel", "torch.nn.parallel.distributed")
 _OF_FSDP = (

@@ -17,16 +17,16 @@ RUNNER_SETTINGS = (
     Setting("defer_gradient_sync", flag, FLAG_FORM),
     Setting("fsdp", flag, FLAG_FORM),
 )
-"""What the runner reads: fields of ``ShardConfig``; ``defer_gradient_sync``, on by default: ``no_sync()`` reduces once, at its
-end; and ``fsdp``, off by default: torch's FSDP is replaced, too."""
+"""The settings that the runner reads: fields of ``ShardConfig``; ``defer_gradient_sync``, on by default, by which ``no_sync()``
+reduces once, at its end; and ``fsdp``, off by default, by which torch's FSDP is replaced, too."""
 
 
 class Overrides:
     """Settings that replace what a script's own arguments say.
 
     Args:
-        settings: values by field, of :data:`RUNNER_SETTINGS`.
-        on_host: models compute on the CPU, whatever device a script names.
+        settings: values of fields of :data:`RUNNER_SETTINGS`, by field.
+        on_host: True if models compute on the CPU, whatever device a script names.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -81,7 +81,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
     if world == 1 or torch.distributed.get_rank() == 0:
         try:
             answer = _planned(config, device, world)
-        except Exception as error:  # which the other ranks wait for
+        except Exception as error:  # the other ranks wait for the result
             kind = type(error).__name__ if isinstance(error, ShardError) else "ShardError"
             answer = {"error": kind, "text": str(error)}
     if world > 1:

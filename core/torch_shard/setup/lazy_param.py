@@ -120,7 +120,7 @@ def is_altered(param: torch.Tensor) -> bool:
 
 
 def attributes_of(param: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that the user has given to `param`, without what makes it wait."""
+    """Return the attributes that the user has given to `param`, without those by which it waits."""
     return {key: value for key, value in param.__dict__.items() if key not in (_ATTRIBUTE, "_is_param")}
 
 
@@ -131,7 +131,7 @@ def forget(param: torch.Tensor) -> None:
 
 def _make_waiting(param: nn.Parameter) -> None:
     param.__class__ = Waiting  # type: ignore[assignment]
-    param._is_param = True  # type: ignore[attr-defined]  # by which torch knows parameters of other classes
+    param._is_param = True  # type: ignore[attr-defined]  # torch recognises parameters of other classes by this attribute
 
 
 def _note(tensor: torch.Tensor, values: Deferred) -> None:

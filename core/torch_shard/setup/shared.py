@@ -51,7 +51,7 @@ class Setup:
     on_meta: list[bool] = field(init=False)  # by unit: no rank has values for any parameter, in memory or in files
     with_values: set[str] = field(init=False)  # parameters that have values on some rank
     sent: set[str] = field(init=False)  # parameters that have values on rank 0, which its broadcast sends
-    seed: int = field(init=False)  # of stochastic rounding
+    seed: int = field(init=False)  # the seed of stochastic rounding
 
     # allocate
     host: Host | None = None

@@ -1,11 +1,11 @@
 """How a failed ``shard`` leaves everything as it was: each change is noted together with what it replaced.
 
-A parameter's content is swapped for its shard in place. What it was stays with it where that costs nothing: a parameter on the
-meta device or in a file has no values, and values on another device than the shards, or in a wider dtype, are there until the
-full model has moved.
-Where a parameter lies on the device of its shard, its memory is freed at once, because some models fit only if they shrink unit
-by unit. After a failure that all ranks know of, the ranks gather these values from the shards. (If rank 0's values were sent,
-they are rank 0's.) By then user code has run and files have been read, so that only missing memory can be the reason.
+A parameter's content is swapped in place for its shard. Its former content is kept where that costs nothing: parameters on the
+meta device or in a file have no values, and values on another device than the shards, or in a wider dtype, stay there anyway
+until the whole model is sharded. Where a parameter is on the device of its shard, the memory of its values is freed at once,
+because some models fit only if they shrink unit by unit. After a failure that all ranks know of, the ranks gather such values
+from the shards. (If rank 0's values were sent, they are rank 0's.) User code has run and files have been read before the first
+memory is freed, so that only missing memory can be the reason for such a failure.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Swapped:
 
     @classmethod
     def about_to(cls, param: Any, other: Any) -> Swapped:
-        """Note what `param` has now, before its content is swapped with that of `other`."""
+        """Return a record of `param`, whose content is about to be swapped with that of `other`."""
         post_hooks = getattr(param, "_post_accumulate_grad_hooks", None)
         return cls(param, other, param._backward_hooks, post_hooks, param.grad)
 
@@ -109,7 +109,7 @@ class Undo(contextlib.ExitStack):
 
     def _restore_flat(self, flat: FlatBuffer, swapped: list[Swapped], has_values: bool) -> None:
         if flat.host is not None:
-            flat.host.pending_writes.wait()  # until then it has weak references to what waits for it
+            flat.host.pending_writes.wait()  # pending writes hold weak references to parameters, which would prevent a swap
         if has_values and self.all_failed:
             # If the gather fails on this rank, no other one may follow: it would pair with this one on the other ranks.
             self.all_failed = False

@@ -30,7 +30,7 @@ from .param_names import named_params
 def state_dict(
     model: nn.Module, runtime: Runtime, rank0_only: bool = True, offload_to_cpu: bool = True
 ) -> dict[str, Any]:
-    """Return what ``model.state_dict()`` of the unsharded model gives, as a snapshot. Collective.
+    """Return a snapshot equal to the ``state_dict()`` of the unsharded model. Collective.
 
     Args:
         model: the sharded model.
@@ -148,7 +148,7 @@ def entries_of(runtime: Runtime, found: Mapping[str, Any]) -> list[StateEntry]:
 
 
 def values_key(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors, sharded or plain, that are the same values in the same memory."""
+    """Return a key that is equal for tensors, sharded or plain, that have the same values in the same memory."""
     if isinstance(tensor, ShardTensor) and tensor._unit_ref is not None:
         return id(tensor._spec), tensor._local.data_ptr(), tensor._local.dtype
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
@@ -177,7 +177,7 @@ def full_values(
     for entry in alone:
         if isinstance(entry.value, ShardTensor):
             yield [(entry, entry.value.full_tensor())]
-    # Ranks need not agree on these, so that they come together.
+    # Ranks need not agree on plain tensors, so that these come together.
     yield [(entry, entry.value) for entry in alone if not isinstance(entry.value, ShardTensor)]
 
 
@@ -205,7 +205,7 @@ def is_parameter(value: ShardTensor, flat: FlatBuffer) -> bool:
 
 
 def copied(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
-    """Return a copy of a tensor with its strides, on its device or the CPU. A copy of a ShardTensor is one, too."""
+    """Return a copy of a tensor with its strides, on its device or the CPU. The copy of a ShardTensor is a ShardTensor."""
     with torch.no_grad():
         tensor = tensor.detach()
         return tensor.to("cpu", copy=True) if to_cpu else tensor.clone()
@@ -299,7 +299,7 @@ def _fits(specs: Mapping[str, ShardSpec], value: ShardTensor) -> bool:
 
 
 class Mismatches(NamedTuple):
-    """What of saved state does not fit: names that are missing or unexpected, and texts that describe other problems."""
+    """The reasons why saved state does not fit: missing names, unexpected names, and texts that describe other problems."""
 
     missing: list[str]
     unexpected: list[str]

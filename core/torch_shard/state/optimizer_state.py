@@ -449,7 +449,7 @@ def load_by_number(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
 def mismatches(
     runtime: Runtime, optimizer: torch.optim.Optimizer, names: dict[int, str], given: Mapping[str, Any]
 ) -> Mismatches:
-    """Return what of full state by name does not fit the optimizer. Not collective."""
+    """Return the reasons why full state by name does not fit the optimizer. Not collective."""
     if not is_complete(given):
         return Mismatches([], [], ['the dict has no "state" and "param_groups" (ranks other than 0 need the dict too)'])
     problems: list[str] = []
