@@ -83,7 +83,7 @@ def shared_state() -> dict[str, Any]:
 
 
 def refuse_local_sgd(check: Callable[[nn.Module], None]) -> None:
-    """Make ``LocalSGD`` ask `check`, which may raise, about its model before it begins. Once for a process."""
+    """Make ``LocalSGD`` call `check`, which may raise, with its model before it begins. Later calls have no effect."""
     from accelerate.local_sgd import LocalSGD
 
     kind: Any = LocalSGD

@@ -28,7 +28,7 @@ from ..settings.plugin import ShardPlugin
 _DEFAULT_FILE = "accelerate_shard.yaml"
 _PRECISIONS = ("no", "bf16", "fp16")
 _SETTINGS = {setting.field: setting for setting in SETTINGS}
-# Keys of a YAML that say where the machines are, which no question asks for.
+# Keys of a YAML that describe the machines, about which there are no questions.
 _MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network")
 
 
@@ -86,7 +86,7 @@ QUESTIONS = (
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command ``config`` to a parser's `commands`."""
     parser = commands.add_parser("config", help="ask what is wanted, and write a YAML for accelerate launch")
     parser.add_argument("--config_file", default=_DEFAULT_FILE, help=f"where to write it; {_DEFAULT_FILE} by default")
     parser.add_argument("--deepspeed", metavar="FILE", help="take what a YAML for DeepSpeed says as defaults")
@@ -98,7 +98,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, write, and say how to run it."""
+    """Ask the questions, write the YAML, print how to launch a script with it, and return the exit code."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     path = Path(arguments.config_file)
@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     if path.exists() and not arguments.force:
         raise ConfigError(f"{path} is there already; --force replaces it.")
     given = {question.name: getattr(arguments, question.name) for question in QUESTIONS}
-    told = {} if arguments.deepspeed is None else _told(Path(arguments.deepspeed))
-    contents = contents_of(_answers(given, not arguments.yes, told))
-    contents.update({key: told[key] for key in _MACHINES if key in told})
+    defaults = {} if arguments.deepspeed is None else _from_deepspeed(Path(arguments.deepspeed))
+    contents = contents_of(_answers(given, not arguments.yes, defaults))
+    contents.update({key: defaults[key] for key in _MACHINES if key in defaults})
     path.parent.mkdir(parents=True, exist_ok=True)
     ClusterConfig(**contents).to_yaml_file(str(path))
     print(f"Wrote {path}. Run a script with it:")
@@ -117,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _told(path: Path) -> dict[str, Any]:
-    """Return the answers that a YAML for DeepSpeed gives, and what it says of :data:`_MACHINES`."""
+def _from_deepspeed(path: Path) -> dict[str, Any]:
+    """Return the answers that a YAML for DeepSpeed gives, and its entries of :data:`_MACHINES`."""
     contents = read_launch_file(path)
     if contents.get("distributed_type") != "DEEPSPEED":
         raise ConfigError(f"--deepspeed {path}: its distributed_type is {contents.get('distributed_type')}.")
@@ -126,7 +126,7 @@ def _told(path: Path) -> dict[str, Any]:
         answers = fields_of(of_yaml(contents))
     except ConfigError as error:
         raise ConfigError(f"--deepspeed {path}: {error}") from None
-    precision = _own_precision(contents) or contents.get("mixed_precision") or "no"  # as the launcher has it
+    precision = _own_precision(contents) or contents.get("mixed_precision") or "no"  # the launcher's order
     if precision in _PRECISIONS:
         answers["mixed_precision"] = precision
     answers.update({key: contents[key] for key in _MACHINES if contents.get(key) is not None})
@@ -134,7 +134,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 
 def _own_precision(contents: Mapping[str, Any]) -> str | None:
-    """Return the precision in the file of DeepSpeed's own that a YAML names, which can be read; None if Accelerate's counts."""
+    """Return the precision that the YAML's file for DeepSpeed itself sets; None if it leaves that to Accelerate."""
     path = (contents.get("deepspeed_config") or {}).get("deepspeed_config_file")
     config = {} if path is None else read_config(path, "deepspeed_config_file")
     sections = {name: config.get(name) for name in ("bf16", "fp16")}
@@ -145,11 +145,11 @@ def _own_precision(contents: Mapping[str, Any]) -> str | None:
     return None if not enabled or "auto" in enabled.values() else "no"
 
 
-def _answers(given: Mapping[str, str | None], ask: bool, told: Mapping[str, Any]) -> dict[str, Any]:
+def _answers(given: Mapping[str, str | None], ask: bool, defaults: Mapping[str, Any]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
         text = given[question.name]
-        default = told[question.name] if question.name in told else question.default(answers)
+        default = defaults[question.name] if question.name in defaults else question.default(answers)
         if text is not None:
             try:
                 answers[question.name] = question.read(text)
@@ -171,7 +171,7 @@ def _asked(question: Question, default: Any) -> Any:
 
 
 def contents_of(answers: dict[str, Any]) -> dict[str, Any]:
-    """Return the YAML's contents, by Accelerate's keys, of the answers to :data:`QUESTIONS`."""
+    """Return the contents of the YAML, by Accelerate's keys, for answers to :data:`QUESTIONS`."""
     # ShardPlugin checks the combination.
     fields = ("strategy", "layer_classes", "state_dict_type", "offload")
     ShardPlugin(**{field: answers[field] for field in fields})

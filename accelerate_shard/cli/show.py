@@ -25,14 +25,14 @@ _PACKAGES = ("torch", "accelerate", "transformers", "peft", "trl", "safetensors"
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command ``env`` to a parser's `commands`."""
     parser = commands.add_parser("env", help="print versions, and the settings that a configuration comes to")
     parser.add_argument("--config_file", help="a YAML of Accelerate's; without it the environment counts")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print them."""
+    """Print versions and settings, and return the exit code."""
     plugin, default = effective(arguments.config_file), ShardPlugin()
     device = torch.accelerator.current_accelerator()
     versions = {"torch-shard-engine": __version__, "python": platform.python_version()}
@@ -52,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def effective(config_file: str | None) -> ShardPlugin:
-    """Return the settings of an Accelerator that is given none, in a process that is launched with this file. Not collective.
+    """Return the settings of an Accelerator without arguments, in a process that is launched with this file. Not collective.
 
     Args:
         config_file: a YAML of Accelerate's; None for the environment as it is.
 
     Raises:
-        ConfigError: as the Accelerator would.
+        ConfigError: the Accelerator would raise it, too.
     """
     before = dict(os.environ)
     try:

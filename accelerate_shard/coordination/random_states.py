@@ -27,6 +27,6 @@ class _Announced(list[Any]):
 
 
 def announce(loader: Any, begin: Callable[[], None]) -> None:
-    """Have `begin` called on each rank before a prepared dataloader synchronizes random states. Not collective."""
+    """Call `begin` on each rank before a prepared dataloader synchronizes random states. Not collective."""
     if getattr(loader, "rng_types", None):
         loader.rng_types = _Announced(loader.rng_types, begin)

@@ -48,7 +48,7 @@ def enable(plugin: ShardPlugin | ShardConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`: the names are what they were. Accelerators that exist go on as they are. Not collective.
+    """Undo :func:`enable`, and restore all names. Accelerators that exist stay as they are. Not collective.
 
     A module of the user's that was loaded in between keeps ours, which it may have imported from here.
     """
@@ -94,13 +94,13 @@ def _apply_to_trainer(module: ModuleType) -> None:
 
 
 class Finder:
-    """Lets the other import finders find a module, and calls a function with the module when it has been executed."""
+    """An import finder that leaves a module to the other finders, and calls a function with it once it has been executed."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
 
     def install(self) -> None:
-        """Put this before the other finders. If the module has been imported already, call the function now, each time."""
+        """Put this finder before the others. If the module has been imported already, call the function now, each time."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
         if self.name in sys.modules:

@@ -22,7 +22,7 @@ def prepare() -> None:
 
 
 def _train_on_cpu(module: ModuleType) -> None:
-    """Let ``TrainingArguments`` say that training is on the CPU, where it allows ``bf16`` without a GPU."""
+    """Make ``TrainingArguments`` find training on the CPU, where they allow ``bf16`` without a GPU."""
     kind: Any = vars(module)["TrainingArguments"]
     check = kind.__post_init__
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch_shard.errors import ConfigError
 
 _T = TypeVar("_T", bound=torch.Tensor)
-# Held while `weights_from` has replaced a method of transformers, which is the process's, so that threads take turns.
+# Held while `weights_from` has replaced a method of transformers for the whole process, so that threads take turns.
 _loading = threading.RLock()
 
 
@@ -53,7 +53,7 @@ def quantization_of(path: Any, kwargs: Mapping[str, Any]) -> str | None:
             values, _ = PreTrainedConfig.get_config_dict(
                 config if config is not None else path, **{key: kwargs[key] for key in where if key in kwargs}
             )
-        except OSError:  # from_pretrained says what is wrong
+        except OSError:  # from_pretrained will raise a better error
             return None
         found = values.get("quantization_config")
     if found is None:

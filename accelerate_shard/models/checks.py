@@ -1,4 +1,4 @@
-"""Checks of ``prepare`` before anything has changed: they refuse models that something else has wrapped, placed or sharded."""
+"""Checks in ``prepare``, before anything has changed, for models that something else has wrapped, placed or sharded."""
 
 from __future__ import annotations
 

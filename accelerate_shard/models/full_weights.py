@@ -38,7 +38,7 @@ class Known(NamedTuple):
     is_first: bool
 
     def state(self) -> dict[str, Any]:
-        """Return the module's own state dict, with full tensors on the CPU: a new dict each time, empty but on rank 0."""
+        """Return a new state dict of the module, with full tensors on the CPU; it is empty except on rank 0."""
         length = len(self.path)
         found: Any = OrderedDict((k[length:], v) for k, v in self.weights.items() if k.startswith(self.path))
         found._metadata = OrderedDict()

@@ -57,7 +57,7 @@ class Shadow:
 
     @property
     def in_plain_module(self) -> Any:
-        """Return what a pickle of the module has in its place, or None for nothing, where the class's method is found."""
+        """The object that replaces this one in a pickle of the module; None if the class's own method takes its place."""
         return self._previous
 
 
@@ -77,7 +77,7 @@ def shadow(module: nn.Module, name: str, function: Callable[..., Any], keeps: ob
 
 
 def unshadow(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    """Take away what :func:`shadow` has put there, if it is still there. Not collective."""
+    """Remove the function that :func:`shadow` has put in front of a method, if it is still there. Not collective."""
     found = module.__dict__.get(name)
     if isinstance(found, Shadow) and found._function is function:
         if found._previous is None:

@@ -27,7 +27,7 @@ from torch_shard.frontend.checkpoint import broadcast, each, gather
 from .. import _private
 from .full_weights import Known, known, known_weights
 
-_COMPILED = "_orig_mod."  # how names begin in the state dict of a compiled model
+_COMPILED = "_orig_mod."  # the prefix of names in the state dict of a compiled model
 
 
 def save_pretrained(module: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def _save_together(module: nn.Module, engine: Engine, call: _Call, prompts: list
 
 
 def _save_alone(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn.Module]) -> Any:
-    """Write what this rank reads while the others do something else, as under ``if accelerator.is_main_process:``.
+    """Write the model on this rank alone, while the others do something else, as under ``if accelerator.is_main_process:``.
 
     Not collective.
     """
@@ -199,7 +199,7 @@ def _save_alone(module: nn.Module, engine: Engine, call: _Call, prompts: list[nn
 
 
 def _full_of(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return those entries that are sharded, in full, one by one. Collective, unless this rank reads alone."""
+    """Return the sharded entries in full, gathered one by one. Collective, unless this rank reads alone."""
     return {key: value.full_tensor().cpu() for key, value in entries.items() if isinstance(value, ShardTensor)}
 
 

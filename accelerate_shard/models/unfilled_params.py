@@ -32,7 +32,7 @@ def guard(model: nn.Module) -> Callable[[], None]:
 
 
 def unguard(model: nn.Module) -> None:
-    """Take the checks away from `model`. Not collective."""
+    """Remove the checks from `model`. Not collective."""
     for name, check in _CHECKS.items():
         unshadow(model, name, check)
 

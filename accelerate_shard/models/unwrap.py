@@ -1,4 +1,4 @@
-"""The module that is sharded, and its engine, of what ``prepare`` has returned."""
+"""The sharded module, and its engine, within an object that ``prepare`` has returned."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class _Prepared:
 
 
 def mark_prepared(model: nn.Module) -> None:
-    """Put a mark of ours in the place of the one that Accelerate has set on a prepared model. Not collective."""
+    """Replace the mark that Accelerate has set on a prepared model by ours. Not collective."""
     model._is_accelerate_prepared = _Prepared(compiled_inner(model))  # type: ignore[assignment]

@@ -19,7 +19,7 @@ FILE_VARIABLE = "SHARD_CONFIG_FILE"
 """Environment variable with the path of the YAML, for launchers whose command line can't be seen (another container, say)."""
 
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # every launcher of Accelerate exports it
-# How many parents to look at: torchrun's agent is Accelerate's own process, but MPI and shells come between.
+# The number of parents to look at: torchrun's agent is Accelerate's own process, but MPI and shells come between.
 _GENERATIONS = 4
 
 
@@ -58,7 +58,7 @@ def _of_parents() -> Path | None:
 
 
 def _launch_arguments(command: list[str]) -> list[str] | None:
-    """Return what follows ``accelerate launch`` in a command line; None if it is another command."""
+    """Return the arguments of ``accelerate launch`` in a command line; None if it is another command."""
     for index, word in enumerate(command[:4]):  # the interpreter, its -m, ...
         program, rest = Path(word).name, command[index + 1 :]
         launches = program == "accelerate-launch" or word == "accelerate.commands.launch"

@@ -56,7 +56,7 @@ _FSDP_KEYS = {key.yaml for key in KEYS if key.yaml}
 
 
 def take_over_launch() -> None:
-    """Make the launch ours: before ``Accelerator()``, and before a script that loads models. Not collective.
+    """Hide the launch's FSDP from Accelerate and transformers, before an Accelerator is made or a model loaded. Not collective.
 
     Accelerate would set FSDP up where ``ACCELERATE_USE_FSDP`` is, and transformers would load weights on one rank only. On CPUs
     its launcher starts the processes of an FSDP configuration without telling them to find each other.

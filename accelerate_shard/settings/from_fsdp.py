@@ -84,7 +84,7 @@ _BY_FIELD = {key.field: key for key in KEYS}
 
 @dataclass
 class _Reading:
-    """The settings that were given, by the plugin's fields, and what has become of them."""
+    """The settings of FSDP that were given, by field, and the fields of ShardPlugin that were found for them."""
 
     given: Mapping[str, Any]
     name: Callable[[str], str]  # the user's name for a field

@@ -17,7 +17,7 @@ from .from_fsdp import from_fsdp_plugin
 from .plugin import ShardPlugin, plugin_of
 
 _SHARED = "shard_plugin"
-_enabled: ShardPlugin | None = None  # what `enable(plugin)` was given
+_enabled: ShardPlugin | None = None  # the argument of `enable(plugin)`
 
 _OTHER_ENGINES = {
     "deepspeed_plugin": "DeepSpeed",
@@ -70,7 +70,7 @@ def _remedy(engine: str) -> str:
 
 
 def chosen_plugin(shard_plugin: Any, fsdp_plugin: Any) -> ShardPlugin:
-    """Return the settings: the arguments; else the first Accelerator's, those of ``enable``, of the launch, the defaults.
+    """Return the settings: the arguments', else the first Accelerator's, else ``enable``'s, else the launch's, else the defaults.
 
     Afterwards the environment no longer has Accelerate set FSDP up.
 
@@ -106,5 +106,5 @@ def set_enabled_plugin(plugin: ShardPlugin | None) -> None:
 
 
 def share(plugin: ShardPlugin) -> None:
-    """Make `plugin` the one of later Accelerators that are given none, where it is the first. Not collective."""
+    """Make `plugin` the settings of later Accelerators that are given none, if it is the first plugin. Not collective."""
     shared_state().setdefault(_SHARED, plugin)

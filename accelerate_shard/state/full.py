@@ -73,7 +73,7 @@ def _engine(model: nn.Module) -> Engine | None:
 
 
 def shard_in(obj: Any) -> ShardTensor | None:
-    """Return a ShardTensor in `obj`: in a module, or in containers; None if there is none. Not collective."""
+    """Return a ShardTensor that `obj`, a module or a container, holds; None if it holds none. Not collective."""
     leaves = (list(leaf.parameters()) if isinstance(leaf, nn.Module) else [leaf] for leaf in tree_leaves(obj))
     return next((t for found in leaves for t in found if isinstance(t, ShardTensor)), None)
 
@@ -121,7 +121,7 @@ def save_model(
 
 
 def _quietly(own: Callable[..., None], *args: Any) -> None:
-    """Call Accelerate's method, which logs where it writes: that is not where the files will be."""
+    """Call Accelerate's method without its log line, which would name the folder of the unfinished files."""
     log = logging.getLogger("accelerate.accelerator")
     was, log.disabled = log.disabled, True
     try:
@@ -132,7 +132,7 @@ def _quietly(own: Callable[..., None], *args: Any) -> None:
 
 def _make(target: Path, beside: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    for name in os.listdir(target):  # left by saves that were killed
+    for name in os.listdir(target):  # folders of saves that were killed
         if re.fullmatch(r"\.model\.saving-[0-9a-f]{16}", name):
             shutil.rmtree(target / name, ignore_errors=True)
     beside.mkdir()
@@ -167,11 +167,11 @@ def optimizer_state(prepared: Prepared, optimizer: Any) -> Any:
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
-# All of these are compared on all ranks before any of them is applied. Nothing here is collective.
+# The caller compares all files on all ranks before it applies any of them. Nothing here is collective.
 
 
 class FullModel:
-    """A file of a sharded model: each rank copies its shards out of it."""
+    """A file with full weights of a sharded model, from which each rank copies its shards."""
 
     def __init__(self, engine: Engine, path: Path, strict: bool, dtype: torch.dtype | None) -> None:
         self._engine = engine
@@ -179,7 +179,7 @@ class FullModel:
 
     @property
     def fingerprint(self) -> object:
-        """Return what is equal on ranks that see the same file."""
+        """A value that is equal on ranks that see the same file."""
         return self._load.file.fingerprint()
 
     def compare(self) -> None:
@@ -194,7 +194,7 @@ class FullModel:
 
 
 class PlainModel:
-    """A file of a model that is not sharded."""
+    """A file with the weights of a model that is not sharded."""
 
     def __init__(self, model: nn.Module, path: Path, strict: bool, weights_only: bool) -> None:
         self.path, self._model, self._strict = path, model, strict
@@ -248,7 +248,7 @@ class FullOptimizer:
 
     @property
     def fingerprint(self) -> object:
-        """Return what is equal on ranks that see the same file."""
+        """A value that is equal on ranks that see the same file."""
         return self.path.stat().st_size
 
     def compare(self) -> None:

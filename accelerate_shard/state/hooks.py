@@ -20,8 +20,8 @@ class Left(NamedTuple):
     """The state of one model that hooks have left to be saved.
 
     Attributes:
-        number: the model's; None where a hook has put something of its own there.
-        state: this rank's.
+        number: the model's number; None for a state that a hook has made.
+        state: this rank's state dict of the model.
     """
 
     number: int | None
@@ -41,7 +41,7 @@ def after_save_hooks(
         everywhere: all ranks write, so that all must have what rank 0 has; else rank 0 writes alone.
 
     Raises:
-        StateDictError: on all ranks; a rank has not what rank 0 has.
+        StateDictError: on all ranks; a rank lacks an entry that rank 0 has.
     """
     given = list(weights)
     number_of = {id(state): number for number, state in enumerate(given)}
@@ -84,10 +84,10 @@ def after_load_hooks(accelerator: Any, ranks: Ranks, folder: str) -> list[int]:
     Args:
         accelerator: its hooks get its models and `folder`.
         ranks: the ranks of the operation.
-        folder: the checkpoint's folder, as the program has named it: a hook may write the name down.
+        folder: the checkpoint's folder, by the name that the program has given, which a hook may write down.
 
     Raises:
-        DivergenceError: the hooks have left others on some ranks.
+        DivergenceError: the hooks have left different models on the ranks.
     """
 
     def call() -> list[int]:

@@ -67,7 +67,7 @@ def _model_options(options: dict[str, Any]) -> tuple[bool, torch.dtype | None]:
 
 
 class _Load:
-    """Models and optimizers of one load, on one rank."""
+    """The models and optimizers that one ``load_state`` loads, on one rank."""
 
     def __init__(
         self, prepared: Prepared, ranks: Ranks, small: SmallState, strict: bool, dtype: torch.dtype | None
@@ -79,7 +79,7 @@ class _Load:
         self._optimizers: list[_Part] = []
 
     def check_files(self) -> None:
-        """Check what is needed whatever the hooks leave, before they change anything. Collective."""
+        """Open the optimizers' files, which are needed whatever models the hooks leave, before hooks run. Collective."""
         if not self.is_sharded or not self.prepared.sharded:
             numbers = range(len(self.prepared.optimizers))
             self._optimizers = self.ranks.each(
@@ -134,7 +134,7 @@ class _Load:
 
 
 def _compare(parts: Sequence[_Part]) -> None:
-    """Raise with everything that does not fit in any of them."""
+    """Raise one error with all that does not fit in any of the files."""
     problems: list[ShardError] = []
     for part in parts:
         try:

@@ -32,7 +32,7 @@ def _is_state_dict(obj: Any) -> bool:
 
 
 def _full(obj: Any, seen: dict[Any, Any]) -> Any:
-    """Return `obj` with full tensors in the place of sharded ones; `seen`: see :func:`torch_shard.frontend.read_alone`."""
+    """Return `obj` with full tensors in place of sharded ones; for `seen` see :func:`torch_shard.frontend.read_alone`."""
 
     def replaced(leaf: Any) -> Any:
         if isinstance(leaf, ShardTensor):
@@ -56,15 +56,15 @@ class StateMixin(_Base):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Mapping[str, Any]:
         """Return the full state dict, plain tensors on the CPU of rank 0; elsewhere it is empty. Collective.
 
-        A rank that calls it alone, while the others do something else, gets it, too.
+        A rank that calls this alone, while the others do something else, gets the full state dict, too.
 
         Args:
-            model: a model that ``prepare`` has returned, or a part of it. One that is not sharded gives its own state dict, on
-                every rank.
-            unwrap: True: the plain model's names; False: those of `model` itself (compiled: with ``_orig_mod.``).
+            model: a model that ``prepare`` has returned, or a part of it. A model that is not sharded gives its own state dict,
+                on every rank.
+            unwrap: True for the plain model's names; False for those of `model` itself (with ``_orig_mod.`` if it is compiled).
 
         Raises:
-            MissingRankError: some rank has not called it within ``ShardPlugin.timeout`` seconds; names that rank.
+            MissingRankError: some rank has not called this within ``ShardPlugin.timeout`` seconds; the error names that rank.
             UnitStateError: inside a forward.
         """
         found = get_state_dict(model, unwrap)

@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 def path_of(position: int) -> tuple[str, ...]:
-    """Return the place in a sharded checkpoint of the model at this position in the list that hooks leave."""
+    """Return the path, in a sharded checkpoint, of the model at this position in the list that hooks leave."""
     return (MODEL,) if position == 0 else (MODELS, str(position))
 
 
 class Prepared:
-    """Models and optimizers of an Accelerator, at one moment.
+    """The models and optimizers that an Accelerator has at one moment.
 
     Attributes:
         models: the models that ``prepare`` has returned, without the wrappers of ``torch.compile``.
         engines: the models' engines; None for a model that is not sharded.
-        optimizers: the users' own, without Accelerate's wrappers.
+        optimizers: the user's own optimizers, without Accelerate's wrappers.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -42,7 +42,7 @@ class Prepared:
 
     @property
     def sharded(self) -> list[Engine]:
-        """Return the engines, in order."""
+        """The engines of the sharded models, in order."""
         return [engine for engine in self.engines if engine is not None]
 
     def source(self, number: int, path: tuple[str, ...] = ()) -> Source:
@@ -52,7 +52,7 @@ class Prepared:
         return source_of(engine, path, f"{number}." if number else "")
 
     def named(self) -> list[Source]:
-        """Return the sources of names for optimizers' parameters: the models, and what optimizers hold besides."""
+        """Return the sources of names for optimizers' parameters: the models, and parameters that only optimizers hold."""
         found = [self.source(number) for number, engine in enumerate(self.engines) if engine is not None]
         known = {id(p) for model in self.models for p in model.parameters()}
         known.update(id(p) for engine in self.sharded for unit in engine.units for p in unit.params)

@@ -1,5 +1,6 @@
-"""Everything of a checkpoint but models and optimizers, in Accelerate's own files: schedulers, samplers, the scaler, the random
-states of every rank, custom objects.
+"""The files of a checkpoint beside models and optimizers, as Accelerate itself writes them.
+
+They hold the schedulers, the samplers, the scaler, the random states of every rank, and custom objects.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class SmallState:
     Args:
         accelerator: the accelerator whose objects are loaded.
         folder: the checkpoint's folder.
-        weights_only: read with the loader that runs no code.
-        load_kwargs: the user's, for ``torch.load``.
+        weights_only: True for the loader that runs no code.
+        load_kwargs: the user's arguments for ``torch.load``, which count for more.
     """
 
     def __init__(self, accelerator: Any, folder: Path, weights_only: bool, load_kwargs: dict[str, Any]) -> None:
@@ -58,10 +59,10 @@ class SmallState:
         return bool(self._options["weights_only"])
 
     def check(self) -> None:
-        """Read everything once. Not collective.
+        """Read all files, and keep the custom objects' states. Not collective.
 
         Raises:
-            CheckpointError: files are missing, or can't be read, or are of other custom objects.
+            CheckpointError: files are missing or can't be read, or the number of custom objects differs.
         """
         accelerator = self._accelerator
         needed = [numbered(SCHEDULER_NAME, number) for number in range(len(accelerator._schedulers))]
@@ -90,7 +91,7 @@ class SmallState:
             read(self.folder / own, weights_only=True)
 
     def apply(self) -> int | None:
-        """Load all of it. Not collective.
+        """Load all small files. Not collective.
 
         Returns:
             The Accelerator's count of steps, None on a rank whose random states were not saved.
@@ -133,8 +134,8 @@ class SmallState:
         )
 
 
-# -- objects given to register_for_checkpointing, whose state may hold shards: averages of parameters, for one --------
-# The file has full tensors, as without sharding; loading shards them as the object's own are.
+# -- objects given to register_for_checkpointing, whose state may hold shards, such as averages of parameters --------
+# The file has full tensors, as without sharding. Loading cuts them into shards like those of the object's present state.
 
 
 def _file_name(number: int) -> str:
@@ -185,7 +186,7 @@ def _write(state: Any, path: Path) -> None:
 
 
 def _as_sharded(custom: Any, state: Any) -> Any:
-    """Return `state`, which was saved, with shards where the object has shards now. Not collective."""
+    """Return the saved `state` with shards where the object's present state has some. Not collective."""
     if not any(tensor.dim() for tensor in tensors_of(state)):
         return state
     own = custom.state_dict()
