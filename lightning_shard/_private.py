@@ -62,14 +62,14 @@ __all__ = [
 
 TESTED = ("2.6.6",)
 
-# What mixins of strategies stand before is Lightning's class, of one namespace or the other.
+# Mixins of strategies have no base of their own: they stand before a class of Lightning's, of either namespace.
 if TYPE_CHECKING:
     MixinBase: TypeAlias = Any
 else:
     MixinBase = object
 
-# Names of Lightning's, without the underscore, and where each stands: in the strategy's own package (the Trainer's or Fabric's)
-# or in Fabric's beside it.
+# Lightning's names, without the underscore, and the place of each: in the strategy's own package (the Trainer's or Fabric's), or
+# in Fabric's beside it.
 _OF_BOTH = {
     "MisconfigurationException": "{own}.utilities.exceptions:MisconfigurationException",
     "MixedPrecision": "{own}.plugins.precision:MixedPrecision",
@@ -107,7 +107,7 @@ _REFUSED_PRECISION = (
 
 
 class Private(types.SimpleNamespace):
-    """What a strategy uses of one namespace of Lightning: the names of the tables above, and what follows from the namespace."""
+    """The objects of one namespace of Lightning that a strategy uses: those of the tables above, and some derived ones."""
 
     def __init__(self, names: Mapping[str, str], own: str, fabric: str) -> None:
         found = {name: pkgutil.resolve_name(path.format(own=own, fabric=fabric)) for name, path in names.items()}
@@ -149,8 +149,8 @@ def asked_weights_only(function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return None
 
 
-# The Trainer registers ``_signal_connector._slurm_sigusr_handler_fn`` when a run has been set up, and unregisters what it has
-# registered by itself; so the method is shadowed in the instance before, and called through its class.
+# The Trainer registers ``_signal_connector._slurm_sigusr_handler_fn`` when a run has been set up, and unregisters only its own
+# handlers. So an attribute of the instance shadows the method before that, and the method is called through the class.
 _REQUEUE_HANDLER = "_slurm_sigusr_handler_fn"
 
 
@@ -175,14 +175,15 @@ def call_requeue_handler(trainer: Any, signum: int) -> None:
     getattr(type(connector), _REQUEUE_HANDLER)(connector, signum, None)
 
 
-# The same for SIGTERM. Before each batch of training the loop calls the second, which sends rank 0's answer to the others.
+# The handler of SIGTERM is shadowed in the same way, and the loop's check before each batch of training, which sends rank 0's
+# answer to the other ranks.
 _SIGTERM_HANDLER, _SIGTERM_CHECK = "_sigterm_notifier_fn", "_broadcast_sigterm_tensor"
 
 
 def shadow_sigterm_handling(trainer: Any, handler: Callable[[int, Any], None], check: Callable[[], None]) -> None:
     """Make the next run call `handler` in place of the Trainer's own, and `check` before each batch of training."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    # Both are there, or this Lightning has other ways.
+    # A Lightning without both handles SIGTERM in another way.
     if hasattr(connector, _SIGTERM_HANDLER) and hasattr(loop, _SIGTERM_CHECK):
         vars(connector)[_SIGTERM_HANDLER], vars(loop)[_SIGTERM_CHECK] = handler, check
 

@@ -106,7 +106,7 @@ def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deferred_from(tensor: Recorded) -> Deferred:
-    """Return what ``torch_shard.frontend.defer`` takes. The last conversions are left to each rank's shards. Not collective."""
+    """Return the values for ``torch_shard.frontend.defer``, which makes the last conversions on shards alone. Not collective."""
     casts: list[torch.dtype] = []
     step = tensor._step
     while step.function in (_to, torch.Tensor.detach):
@@ -117,7 +117,7 @@ def deferred_from(tensor: Recorded) -> Deferred:
 
 
 def _values(step: _Step, known: dict[int, Any]) -> torch.Tensor:
-    """Compute the values of a step; `known` has those of tensors that are used several times, by id."""
+    """Return the values of a step; `known` has the values that were computed for other steps, by the tensor's id."""
     if step.function in (torch.cat, torch.stack) and isinstance(step.args[0], (list, tuple)):
         return _joined(step, known)
 
@@ -134,7 +134,7 @@ def _values(step: _Step, known: dict[int, Any]) -> torch.Tensor:
 
 
 def _joined(step: _Step, known: dict[int, Any]) -> torch.Tensor:
-    """Compute ``cat`` or ``stack`` one input after the other, so that experts are in memory once."""
+    """Return ``cat`` or ``stack`` of inputs that are computed one after the other, so that experts are in memory once."""
     with torch._C.DisableTorchFunctionSubclass():
         like = step.function(*step.args, **step.kwargs)
     result = torch.empty(like.shape, dtype=like.dtype)
@@ -143,10 +143,10 @@ def _joined(step: _Step, known: dict[int, Any]) -> torch.Tensor:
 
 
 def _write(step: _Step, place: torch.Tensor, known: dict[int, Any]) -> None:
-    """Compute into `place`, which has the shape and dtype of the result."""
+    """Compute the values of a step into `place`, which has the shape and dtype of the result."""
     source = step.args[0]._step if step.function is _to else step
     if step.function not in (torch.cat, torch.stack) or not isinstance(step.args[0], (list, tuple)):
-        # A conversion alone is done while copying.
+        # The copy converts, where the step does nothing else to an entry of a file.
         place.copy_(_values(source if source.origin else step, known))
         return
     dim, at = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0), 0

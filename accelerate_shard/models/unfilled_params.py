@@ -25,7 +25,7 @@ _FIRST = "call accelerator.prepare(model) or torch_shard.shard(model) before"
 
 
 def guard(model: nn.Module) -> Callable[[], None]:
-    """Put the checks in front of the methods of `model`, which is on meta. What is returned takes them away. Not collective."""
+    """Put checks in front of methods of `model`, which is on meta; return a function that removes them. Not collective."""
     for name, check in _CHECKS.items():
         shadow(model, name, check)
     return functools.partial(_unguard, weakref.ref(model))

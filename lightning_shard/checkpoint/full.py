@@ -26,7 +26,7 @@ from .safe_load import load_safely
 def model_state(engine: Engine) -> dict[str, Any]:
     """Return the full state dict: on rank 0's CPU, and on other ranks the same entries on the meta device. Collective.
 
-    A hook ``on_save_checkpoint`` that drops or renames entries runs on all ranks, and finds them on all ranks.
+    All ranks have the entries, because a hook ``on_save_checkpoint``, which may drop or rename some, runs on all ranks.
     """
     full = engine.state_dict(rank0_only=True, offload_to_cpu=True)
     if engine.rank == 0:
@@ -36,7 +36,7 @@ def model_state(engine: Engine) -> dict[str, Any]:
 
 def load_model(engine: Engine, state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Load a full or sharded state dict, which may view a mapped file, and return the keys that don't match. Collective."""
-    state: Any = copy.copy(state_dict)  # of its class: it may have _metadata
+    state: Any = copy.copy(state_dict)  # keeps the class, which may have _metadata
     live = engine.state_dict(form="sharded", offload_to_cpu=False)
     for key, value in state.items():
         # Modules may keep what they are given, extra state above all.
@@ -103,7 +103,7 @@ def names_of(engine: Engine, optimizer: Any, parameters: nn.Module) -> dict[int,
         ) from None
 
 
-# What is loaded into shards. The last is WeightAveraging's, which puts the average into the first.
+# The entries that are loaded into shards. The last one is of WeightAveraging, which puts the average into "state_dict".
 _MAPPED = ("state_dict", "optimizer_states", "current_model_state")
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ class UnreadStates(list[Any]):
         self._folder, self._weights_only = folder, weights_only
 
     def read(self, engine: Engine, optimizers: Sequence[Any]) -> list[Any]:
-        """Return what is loaded into these optimizers: state of the folder, options of this list. Collective."""
-        if len(self) != len(optimizers):  # an error that needs no state
+        """Return the states for these optimizers, with the folder's state and this list's options. Collective."""
+        if len(self) != len(optimizers):  # the caller raises an error that needs no state
             return list(self)
         found = read_parts(engine, self._folder, optimizers, self._weights_only)[0].optimizers
         return [{**read, **own, "state": own["state"] or read["state"]} for own, read in zip(self, found, strict=True)]

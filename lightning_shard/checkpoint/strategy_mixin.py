@@ -35,11 +35,11 @@ class CheckpointMixin(SavingMixin):
     _failed: bool
     _prepared: bool  # the run's module is sharded
     _pending: Any  # the save that runs in the background
-    _pending_occasion: tuple[Path, Any] | None  # its path, and the step that it is of
-    _shared: Counter[Path]  # how many more callbacks than one have saved there
-    _files_given: int  # single files that rank 0 has handed to the plugin
+    _pending_occasion: tuple[Path, Any] | None  # the path and the step of that save
+    _shared: Counter[Path]  # by path, the number of callbacks beyond the first that have saved there
+    _files_given: int  # the number of single files that rank 0 has handed to the plugin
     _shown_to: list[Any]  # callbacks that ask us which names are taken
-    _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints, and how many files had been handed over
+    _removals: list[tuple[Any, int]]  # on rank 0: older checkpoints to delete, each with `_files_given` at that time
 
     # -- a checkpoint is restored -------------------------------------------------------------------------------------
     # Lightning's restore_checkpoint_after_setup (False) and lightning_restore_optimizer (True) are right: as with DDP, hooks
@@ -185,7 +185,7 @@ class CheckpointMixin(SavingMixin):
         self._keep(target)
 
     def _links(self) -> bool:
-        """Return True if a callback links to each checkpoint at once: the link must not lead to a save that goes on."""
+        """Return True if a callback links to each checkpoint at once, so that it must be complete: no save in the background."""
         return any(getattr(callback, "save_last", None) == "link" for callback in self._of_trainer("callbacks"))
 
     def _of_trainer(self, what: str) -> list[Any]:
@@ -206,7 +206,7 @@ class CheckpointMixin(SavingMixin):
             vars(self._shown_to.pop()).pop("file_exists", None)
 
     def _will_exist(self, on_disk: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
-        """Return True if something will be there when the save in the background has ended. Collective."""
+        """Return True if there will be a checkpoint at `filepath` when the save in the background has ended. Collective."""
         found = on_disk(filepath, trainer)
         if self._pending is None:
             return found
@@ -218,12 +218,12 @@ class CheckpointMixin(SavingMixin):
         return bool(self.broadcast(found))  # rank 0 knows what is deleted
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint; if a newer one is being written in the background, when that is complete."""
+        """Delete a checkpoint; while a newer one is written in the background, wait until that is complete."""
         if not self.is_global_zero:
             return
         target = Path(filepath).absolute() if _files.is_local(filepath) else None
         if target is not None and self._shared[target]:
-            self._shared[target] -= 1  # another callback's, too
+            self._shared[target] -= 1  # another callback still has it
         else:
             self._removals.append((filepath, self._files_given))
             if self._pending is None:
@@ -246,7 +246,7 @@ class CheckpointMixin(SavingMixin):
         self._remove_replaced()
 
     def _remove_replaced(self) -> None:
-        """Delete what waits to be deleted, except what a plugin that writes in the background has not replaced yet."""
+        """Delete the older checkpoints, except those that a plugin which writes in the background has not replaced yet."""
         base, waiting = self._plugins()[-1], []
         for path, given in self._removals:
             if isinstance(base, _files.FileMixin) and base.written < given:
@@ -257,7 +257,7 @@ class CheckpointMixin(SavingMixin):
                     _files.remove(Path(path).absolute())
                 else:
                     self.checkpoint_io.remove_checkpoint(path)
-            except OSError as error:  # on this rank alone, and no reason to end a run
+            except OSError as error:  # rank 0 alone knows; this is no reason to end a run
                 logger.warning("the older checkpoint %s could not be deleted: %s", path, error)
         self._removals = waiting
 

@@ -41,7 +41,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 class FabricCheckpointMixin(SavingMixin):
     """The part of Fabric's strategy that saves and loads."""
 
-    _coordinator: Engine | None = None  # whose ranks save or load now
+    _coordinator: Engine | None = None  # the engine whose ranks save or load now
 
     @contextlib.contextmanager
     def _coordinated_by(self, objects: Iterable[Any]) -> Iterator[None]:
@@ -57,7 +57,7 @@ class FabricCheckpointMixin(SavingMixin):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Filter | None = None
     ) -> None:
-        """Write modules, optimizers, what else has a ``state_dict()``, and plain objects. Collective; a failure is raised on all.
+        """Write modules, optimizers, other objects with a ``state_dict()``, and plain objects. Collective; all fail, or none.
 
         Args:
             path: the file or folder; rank 0's path counts.
@@ -69,7 +69,7 @@ class FabricCheckpointMixin(SavingMixin):
 
         Raises:
             ConfigError: a folder is given a filter of an optimizer, or an optimizer of several modules without these.
-            OSError, CheckpointError: on all ranks, if it can't be written; what was there is as it was.
+            OSError, CheckpointError: on all ranks; the checkpoint can't be written, and an older one at `path` is unchanged.
         """
         with self._coordinated_by(state.values()):
             self._save(path, state, storage_options, filter or {})

@@ -69,7 +69,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessesMixin, SettingsMixin):
             precision=precision,
         )
         self._backward_sync_control = _BackwardSync(self)
-        self._modules: list[weakref.ref[nn.Module]] = []  # that this strategy has sharded, in that order
+        self._modules: list[weakref.ref[nn.Module]] = []  # the modules that this strategy has sharded, in order
 
     # -- Fabric(): what the connector sets ----------------------------------------------------------------------------
     @property
@@ -211,7 +211,7 @@ show_settings(FabricStrategyMixin, defer_gradient_sync=True)
 
 
 class _BackwardSync:
-    """What ``fabric.no_backward_sync`` calls."""
+    """The object through which ``fabric.no_backward_sync`` accumulates gradients."""
 
     def __init__(self, strategy: SettingsMixin) -> None:
         self._strategy = strategy

@@ -1,4 +1,4 @@
-"""Makes the strategy's names known to Lightning without an import in user code.
+"""Registration of the strategy's names in Lightning without an import in user code.
 
 torch calls :func:`install` at the end of ``import torch`` (the entry point group ``torch.backends``). Lightning has no
 entry points for strategies, so all that happens there is that an import finder is put in front. It waits for the
@@ -27,7 +27,7 @@ _REGISTRIES = {
 
 
 class AfterImport:
-    """Lets the other import finders find some modules, and calls a function with each when it has been executed.
+    """An import finder that leaves some modules to the other finders, and calls a function with each once it has been executed.
 
     The modules keep the loader and source that they would have without it.
     """
@@ -36,7 +36,7 @@ class AfterImport:
         self.names, self.then = names, then
 
     def install(self) -> None:
-        """Put this before the other finders, and follow the modules that have been imported already at once. Idempotent."""
+        """Put this finder before the others, and call the function at once for modules that are imported already. Idempotent."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)  # type: ignore[arg-type]
             for module in map(sys.modules.get, self.names):
@@ -95,7 +95,7 @@ _FINDER = AfterImport(_REGISTRIES, _register)
 
 
 def install() -> None:
-    """Register in what has been imported of Lightning, and in the rest when it is. Idempotent. Never raises."""
-    # There is no good place for a message this early; `strategy="shard"` then is an unknown name to Lightning.
+    """Register the names in imported modules of Lightning, and in others at their import. Idempotent. Never raises."""
+    # There is no good place for a message this early. After a failure `strategy="shard"` is an unknown name to Lightning.
     with contextlib.suppress(Exception):
         _FINDER.install()

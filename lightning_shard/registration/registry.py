@@ -47,7 +47,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 def register(namespace: str, registry: Any) -> None:
     """Add the names to one registry. A strategy's module is imported only when its name is used."""
     for name, (description, arguments) in NAMES.items():
-        # The arguments go into the factory: `register` has parameters of its own by the names of some of them.
+        # The factory has the arguments, because `register` has parameters of the same names as some of them.
         # override: a reload of Lightning's module must not fail on its second registration.
         factory = functools.partial(_make, namespace, **arguments)
         registry.register(name, factory, description=description, override=True)

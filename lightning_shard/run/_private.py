@@ -80,7 +80,7 @@ ROOTS = {
         _fabric_root("lightning_fabric", "for_lightning_fabric"),
     )
 }
-"""By the module whose execution completes what is changed in each."""
+"""The packages by the module at whose import they are changed."""
 
 
 def _method(module: str, owner: str, name: str) -> tuple[Any, Callable[..., Any]]:
@@ -113,7 +113,7 @@ def watch_strategies(root: Root, replace: Callable[[Any, Any], Any]) -> None:
 
 
 def train_on_cpu(root: Root, devices: int, nodes: int) -> None:
-    """Make every connector choose so many ranks on the CPU, and a strategy for several, whatever it is given.
+    """Make every connector choose `devices` CPU ranks on each of `nodes`, and a strategy for several ranks, whatever it is given.
 
     Raises:
         ConfigError: this Lightning has no such connector.
@@ -125,7 +125,9 @@ def train_on_cpu(root: Root, devices: int, nodes: int) -> None:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs)
         given.arguments.update(accelerator="cpu", devices=devices, num_nodes=nodes)
-        if given.arguments.get("strategy", "auto") == "auto":  # which is none that shards, for one rank
+        if (
+            given.arguments.get("strategy", "auto") == "auto"
+        ):  # with one rank this would be a strategy that does not shard
             given.arguments["strategy"] = "ddp"
         init(*given.args, **given.kwargs)
 
@@ -133,19 +135,19 @@ def train_on_cpu(root: Root, devices: int, nodes: int) -> None:
 
 
 def speaks(connector: Any) -> bool:
-    """Return True in the process whose warnings are for all: the first rank, also before ranks have numbers."""
+    """Return True in the process that logs for all ranks: the first one, also before ranks have numbers."""
     environment = connector.cluster_environment
     return bool(environment.node_rank() == 0 and environment.local_rank() == 0)
 
 
 def registered_class(root: Root, name: str) -> Any:
-    """Return what is registered under a name, which may be a class, or None."""
+    """Return the class or function that is registered under a name; None if there is none."""
     registry = getattr(importlib.import_module(f"{root.package}.strategies"), root.registry)
     return registry[name]["strategy"] if name in registry else None
 
 
 def made_by_name(root: Root, name: str) -> Any:
-    """Return a new instance of what is registered under a name."""
+    """Return a new instance of the class, or from the function, that is registered under a name."""
     return getattr(importlib.import_module(f"{root.package}.strategies"), root.registry).get(name)
 
 
@@ -212,7 +214,7 @@ def watch_children(root: Root, started: Callable[[], Any]) -> None:
 
 @contextmanager
 def started_by(module: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Let it look as if ``python -m module *arguments`` had started this process, for what starts others like it."""
+    """Let this process look inside as if ``python -m module *arguments`` had started it, to code that starts others like it."""
     main: ModuleType = sys.modules["__main__"]
     before = main.__spec__, sys.argv
     main.__spec__, sys.argv = ModuleSpec(module, None), [module, *arguments]

@@ -1,6 +1,6 @@
-"""The arguments that a strategy of Lightning's was made with, as its documentation names them.
+"""The arguments that a strategy of Lightning's was made with, by their documented names.
 
-They are noted when it is made, since the objects keep them in attributes of their own, and some not at all.
+The constructor notes them, because the objects keep some under other names, and some not at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def note_arguments(kind: Any, instead: Callable[..., None] | None) -> None:
     @functools.wraps(make)
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)  # a TypeError, as the constructor's own would be
-        if _NOTED not in vars(self):  # a base class's constructor, which is called within, knows less
+        if _NOTED not in vars(self):  # the constructor of a base class, which this one calls, gets fewer
             vars(self)[_NOTED] = _by_name(bound)
         if instead is None:
             make(self, *args, **kwargs)
@@ -54,7 +54,7 @@ def given_to(strategy: Any) -> dict[str, Any]:
     """Return the arguments that a strategy was made with, by name. Defaults are left out.
 
     Raises:
-        ConfigError: nothing was noted.
+        ConfigError: no arguments were noted.
     """
     noted = vars(strategy).get(_NOTED)
     if noted is None:

@@ -59,7 +59,7 @@ def from_model_parallel(given: dict[str, Any], defaults: dict[str, Any], devices
 
 @dataclass
 class Noted:
-    """The modules that a program has given to ``fully_shard``, and the arguments of each call."""
+    """The calls of ``fully_shard`` that a program has made: each module with the arguments."""
 
     calls: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Noted:
         """Return the fields of ``ShardConfig`` that the calls stand for. Not collective.
 
         Raises:
-            ConfigError: the calls differ in what a model has one of, or use a mesh of fewer ranks.
+            ConfigError: the calls differ in settings that hold for a whole model, or use a mesh of fewer ranks.
         """
         if not self.calls:
             return {}
@@ -104,7 +104,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class _Given:
-    """Units that were given one by one."""
+    """Units that the program has chosen one by one, as a function for ``ShardConfig.units``."""
 
     ids: frozenset[int]
 
@@ -113,12 +113,12 @@ class _Given:
 
 
 _noting: list[Noted] = []
-"""The innermost is filled. Strategies put one here for as long as the program divides its model."""
+"""The records of the running :func:`noting` contexts; calls are noted in the last one."""
 
 
 @contextlib.contextmanager
 def noting(noted: Noted) -> Iterator[None]:
-    """Note the calls of ``fully_shard`` inside, which do nothing else."""
+    """Note the calls of ``fully_shard`` inside in `noted`; the calls have no other effect."""
     _noting.append(noted)
     try:
         yield
@@ -127,7 +127,7 @@ def noting(noted: Noted) -> Iterator[None]:
 
 
 def note_fully_shard() -> None:
-    """Make ``torch.distributed.fsdp.fully_shard`` notable, under all names that it has. Not collective."""
+    """Make torch's ``fully_shard``, under all of its names, note its calls inside :func:`noting`. Not collective."""
     from torch.distributed.fsdp import fully_shard
 
     importlib.import_module("torch.distributed._composable.fsdp")  # it has the function under an old name

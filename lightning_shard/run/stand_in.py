@@ -1,4 +1,4 @@
-"""The strategies that take the place of Lightning's own: ours, with what programs ask the others for.
+"""The strategies that take the place of Lightning's own: ours, with the attributes of the others that programs use.
 
 A program may have code for one strategy alone, and ask which one it has. ``isinstance(strategy, DDPStrategy)`` is true of these,
 whatever the program has named: that code runs right here, since a sharded model behaves as a replicated one. It is false for
@@ -26,7 +26,7 @@ from .translation import Translation
 
 
 class StandIn(MixinBase):  # type: ignore[misc]
-    """The part that is the same for the Trainer and for Fabric."""
+    """The part of a stand-in that is the same for the Trainer and for Fabric."""
 
     _compress: torch.dtype | None = None
     _parallelize: Any = None
@@ -35,7 +35,7 @@ class StandIn(MixinBase):  # type: ignore[misc]
     _noted: Noted | None = None
 
     def take_over(self, translation: Translation) -> None:
-        """Keep what programs ask for beside the settings. Not collective."""
+        """Keep the parts of a translation that are no settings of ours. Not collective."""
         keep_ddp_kwargs(self, translation.ddp_kwargs)
         self._compress, self._parallelize = translation.compress, translation.parallelize
         self._has_mesh = translation.has_mesh
@@ -62,7 +62,7 @@ class StandIn(MixinBase):  # type: ignore[misc]
     def _engine_config(self, plugin: Any, module: nn.Module) -> ShardConfig:
         config: ShardConfig = super()._engine_config(plugin, module)
         noted = {} if self._noted is None else self._noted.config(config, self.world_size)
-        # What the launch gives counts for more.
+        # Settings of the launch count for more.
         noted = {name: value for name, value in noted.items() if getattr(config, name) == getattr(ShardConfig, name)}
         return dataclasses.replace(config, **noted) if noted else config
 
@@ -101,7 +101,7 @@ class FabricStandInMixin(StandIn):
     """The part of Fabric's stand-in that the strategy does not have by itself."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard a module in place, as ModelParallelStrategy's function says if there is one, and wrap it. Collective."""
+        """Shard a module in place, by ModelParallelStrategy's function if there is one, and wrap it. Collective."""
         if self._parallelize is not None:
             self._noted = Noted()
             with noting(self._noted):

@@ -1,7 +1,7 @@
-"""Makes Trainers and Fabrics shard in place of Lightning's own strategies, wherever they are made.
+"""Replacement of Lightning's own strategies by ours in every Trainer and Fabric that a program makes.
 
-The connector of a Trainer or Fabric is asked, where it knows its strategy and its devices and has made nothing yet. So names,
-instances, ``"auto"``, variables of the environment and LightningCLI are all one case.
+The strategy is replaced in the connector of a Trainer or Fabric, which knows strategy and devices then, and has made nothing yet.
+So names, instances, ``"auto"``, variables of the environment and LightningCLI are all one case.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .from_model_parallel import from_model_parallel, note_fully_shard
 from .stand_in import StandIn
 from .translation import Translation, defaults_of
 
-# The class that a strategy is of, the first that fits: DeepSpeedStrategy derives from DDPStrategy.
+# The replaced classes, in the order in which they are tried: DeepSpeedStrategy derives from DDPStrategy.
 _FAMILIES = ("DeepSpeedStrategy", "ModelParallelStrategy", "FSDPStrategy", "DDPStrategy")
-# What a subclass may define without being another strategy.
+# Names that a subclass may define and still be replaced.
 _HARMLESS = {"__init__", "register_strategies", "strategy_name"}
 
 
 def take_over(settings: Mapping[str, Any], restart: Sequence[str]) -> None:
-    """Make programs shard that are run in this process from now on. Not collective.
+    """Make programs that run in this process from now on shard their models. Not collective.
 
     Args:
-        settings: fields of ``ShardConfig`` and of ``StrategySettings`` that the launch gives. They count for more than what a
-            program says.
+        settings: fields of ``ShardConfig`` and of ``StrategySettings`` that the launch gives. They count for more than the
+            program's own.
         restart: the arguments of ``python -m lightning_shard`` up to the program's own, for the ranks that a program starts.
     """
     note_fully_shard()
@@ -57,7 +57,7 @@ def _change(settings: Mapping[str, Any], restart: Sequence[str], module: ModuleT
         instead = _without_deepspeed(root) if name == "DeepSpeedStrategy" else None
         note_arguments(root.strategy_class(name), instead)
     _private.watch_strategies(root, functools.partial(_replaced, settings, root))
-    # Other ranks are started under the runner, with what the program's own arguments are then.
+    # Other ranks are started under the runner, with the program's arguments at that moment.
     _private.watch_children(root, lambda: _private.started_by("lightning_shard", [*restart, *sys.argv[1:]]))
 
 
@@ -72,14 +72,14 @@ def _without_deepspeed(root: Root) -> Any:
 
 
 def _replaced(settings: Mapping[str, Any], root: Root, connector: Any, strategy: Any) -> Any:
-    """Return the strategy that a connector goes on with: ours, or `strategy` where that is none of those that are replaced."""
+    """Return the strategy that a connector uses: ours, or `strategy` itself if its class is not replaced."""
     if type(connector.accelerator).__name__ not in ("CPUAccelerator", "CUDAAccelerator"):
         return strategy
     made = _instance(root, strategy)
     if made is None:
         return strategy
     if isinstance(made, SettingsMixin):  # ours already
-        if settings and not isinstance(made, StandIn):  # which has them
+        if settings and not isinstance(made, StandIn):  # a stand-in has them
             made.override(settings)
         return made
     family = next((f for f in _FAMILIES if isinstance(made, root.strategy_class(f))), None)

@@ -1,4 +1,4 @@
-"""What becomes of a strategy of Lightning's: settings of ours, and what has no counterpart here."""
+"""Translation of a strategy of Lightning's to settings of ours, and refusal of arguments without a counterpart here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from torch_shard.errors import ConfigError
 
-# What both have under the same name. The precision plugin is decided on by the connector.
+# Arguments that both strategies have under the same name. The connector decides on the precision plugin.
 _SAME = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "process_group_backend")
 _PLUGINS = ("precision_plugin", "precision")
 
@@ -22,13 +22,13 @@ class Translation:
 
     Attributes:
         config: fields of ``ShardConfig``.
-        options: further arguments of the strategy of ours.
-        unused: what has no effect here, as texts for one warning.
+        options: further arguments of our strategy.
+        unused: descriptions, for one warning, of arguments that have no effect here.
         ddp_kwargs: the arguments for DistributedDataParallel, of a DDPStrategy.
-        precisions: names of precisions that become other ones.
-        compress: the dtype to which gradients are compressed on their way, on GPUs.
+        precisions: precisions that are replaced by others, by name.
+        compress: the dtype in which gradients are sent, on GPUs.
         parallelize: Fabric's ``parallelize_fn``, of a ModelParallelStrategy.
-        has_mesh: whether modules are given a device mesh, as by a ModelParallelStrategy.
+        has_mesh: True if modules get a device mesh, as from a ModelParallelStrategy.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Arguments:
 
     Args:
         strategy: the name of the strategy's class, for messages.
-        given: the arguments by name. One that has its default counts as not given, since LightningCLI gives them all.
+        given: the arguments by name. An argument with its default value counts as not given, since LightningCLI gives all.
         defaults: the defaults of the strategy.
         wrapper: the class that gets the strategy's ``**kwargs``.
     """
@@ -66,7 +66,7 @@ class Arguments:
         return name in self._left
 
     def take_same(self, into: Translation) -> None:
-        """Move the arguments that ours have under the same name."""
+        """Move the arguments that our strategy has under the same name to `into`."""
         for name in _PLUGINS:
             self._left.pop(name, None)
         for name in _SAME:
@@ -78,7 +78,7 @@ class Arguments:
             into.options["timeout"] = timeout
 
     def drop(self, *names: str) -> None:
-        """Take out arguments that need no answer: what they ask for always holds here, or has no meaning at all."""
+        """Take out arguments whose request is always met here, or has no meaning at all."""
         for name in names:
             self._left.pop(name, None)
 
@@ -97,7 +97,7 @@ class Arguments:
         """Raise for arguments that nobody has taken.
 
         Raises:
-            ConfigError: there are some.
+            ConfigError: an argument is left.
         """
         for name in self._left:
             raise self.refused(name, "it may change what is trained. Leave it out, or run without lightning_shard.")

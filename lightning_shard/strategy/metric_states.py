@@ -1,4 +1,4 @@
-"""What modules keep beside parameters, buffers and children, as metrics do their states."""
+"""Tensors that modules keep beside parameters, buffers and children, such as the states of metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import nn
 
 
 def move_states(model: nn.Module, device: torch.device) -> None:
-    """Move such states of all modules in `model` to `device`. Not collective.
+    """Move the tensors that modules in `model` keep beside parameters and buffers to `device`. Not collective.
 
-    These are the modules whose class has an ``_apply`` of its own. Those that hold parameters themselves are left alone, since
-    theirs may be about those (RNNs).
+    Such modules have an ``_apply`` of their class's own. Modules that hold parameters themselves are left alone, since their
+    ``_apply`` may be about these (RNNs).
     """
     for module in model.modules():
         if type(module)._apply is nn.Module._apply or module._parameters or isinstance(module, nn.RNNBase):

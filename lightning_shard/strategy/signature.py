@@ -14,8 +14,9 @@ from .settings import StrategySettings
 def show_settings(strategy: Any, **defaults: Any) -> None:
     """Replace ``**settings`` in the signature of ``strategy.__init__`` by the fields of StrategySettings and of ShardConfig.
 
-    The latter have the default None, "as in `config`": LightningCLI passes every parameter that it shows, and ShardConfig's own
-    defaults would undo what `config` says. `defaults` are those of StrategySettings' fields that differ for this strategy.
+    Fields of ShardConfig get the default None, "as in `config`", because LightningCLI passes every parameter that it shows, and
+    ShardConfig's own defaults would overrule `config`. `defaults` has the defaults of StrategySettings' fields that differ for
+    this strategy.
     """
     signature = inspect.signature(strategy.__init__)
     visible = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

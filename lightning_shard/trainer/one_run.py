@@ -1,6 +1,6 @@
 """A guard against nested runs of one module.
 
-The inner run would unshard the module at its end, and the outer one would then train without reducing gradients.
+At its end the inner run would unshard the module, and the outer run would then train without reducing gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def enter_run(module: nn.Module, strategy: Any) -> None:
     """Note that `strategy` runs `module`.
 
     Raises:
-        UnitStateError: another strategy runs it. Nothing has changed.
+        UnitStateError: another strategy runs the module. Nothing has changed.
     """
     other = _running.get(module)
     if other is not None and other() not in (None, strategy):
@@ -32,7 +32,7 @@ def enter_run(module: nn.Module, strategy: Any) -> None:
 
 
 def leave_run(module: nn.Module | None, strategy: Any) -> None:
-    """Undo :func:`enter_run` of this strategy."""
+    """Undo :func:`enter_run`, if `strategy` runs `module`."""
     if module is not None:
         running = _running.get(module)
         if running is not None and running() is strategy:

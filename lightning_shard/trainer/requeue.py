@@ -51,7 +51,7 @@ class RequeueMixin(MixinBase):  # type: ignore[misc]
         if signum:
             self._requeue_asked = None
             logger.info("requeue: rank %d saves with the others", self.global_rank)
-            # It requeues the job right after the save, which ends this job: the save must be complete by then.
+            # The handler requeues the job right after the save, which ends this job: the save must be complete by then.
             settings, self._settings = self._settings, dataclasses.replace(self._settings, async_save=False)
             try:
                 call_requeue_handler(self._requeue_of, signum)

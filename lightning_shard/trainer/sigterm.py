@@ -1,9 +1,9 @@
 """SIGTERM, which all ranks answer after the same step, whichever of them has received it.
 
 Lightning's handler waits for rank 0 in the middle of whatever the rank was doing. With a sharded model that is a deadlock if
-rank 0 waits for this rank, as it does in each forward; and a rank that has not received the signal, on another node, never comes
-to the handler. So here the handler only notes the signal. Before each batch of training, and when an evaluation begins, the ranks
-exchange whether one of them has received it.
+rank 0 waits for this rank, as it does in each forward; and a rank on another node may not receive the signal, and never come to
+the handler. So here the handler only notes the signal. Before each batch of training, and when an evaluation begins, the ranks
+find out whether any of them has received the signal.
 
 Lightning's exception for it is a SystemExit without a status, which would be 0: a job that was stopped would count as complete.
 """
@@ -30,7 +30,7 @@ class SigtermMixin(MixinBase):  # type: ignore[misc]
 
     _private: Private
     _sigterm_of: Any = None  # the Trainer whose handler is shadowed
-    _sigterm_noted: bool = False  # by this rank
+    _sigterm_noted: bool = False  # this rank has received the signal
 
     def _defer_sigterm(self, trainer: Any) -> None:
         self._sigterm_of, self._sigterm_noted = trainer, False
@@ -49,7 +49,7 @@ class SigtermMixin(MixinBase):  # type: ignore[misc]
         self._sigterm_noted = True
         logger.info("SIGTERM: rank %d ends with the others", self.global_rank)
         if self.launcher is not None:
-            self.launcher.kill(signum)  # to the ranks that this process has started
+            self.launcher.kill(signum)
         if not trainer.training:  # evaluation ends after the batch, on each rank by itself
             set_received_sigterm(trainer)
 
@@ -59,11 +59,11 @@ class SigtermMixin(MixinBase):  # type: ignore[misc]
         if engine is None:
             return False
         # The answer of all ranks counts: the handler may run while this one waits.
-        told = any_rank(engine, "the start of a batch or loop", self._sigterm_noted)
-        if told:
+        ends = any_rank(engine, "the start of a batch or loop", self._sigterm_noted)
+        if ends:
             self._sigterm_noted = True
             set_received_sigterm(self.lightning_module.trainer)
-        return told
+        return ends
 
     def _end_if_asked(self) -> None:
         """End the run before a batch of training if any rank has received the signal. Collective."""
@@ -71,7 +71,7 @@ class SigtermMixin(MixinBase):  # type: ignore[misc]
             raise self._private.SIGTERMException
 
     def _give_exit_status(self, exception: BaseException) -> None:
-        """Have the process that SIGTERM ends exit with the status that says so, 143, for whoever has started it."""
+        """Make a process that SIGTERM ends exit with the status 143, which says so."""
         # Lightning's own launcher kills the main process, which may still be saving, once a process that it has started exits
         # with another status than 0.
         environment = self._private.LightningEnvironment
