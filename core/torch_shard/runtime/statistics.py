@@ -9,6 +9,7 @@ import torch
 from ..comm.traffic_statistics import Statistics, StreamWaits, waits
 from ..shard_tensor.tensor import ShardTensor
 from ..shard_tensor.unsharded_param import own_grad
+from ..utils.pytree import tensors_in
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -60,7 +61,7 @@ def gradient_bytes(runtime: Runtime) -> int:
 def optimizer_bytes(runtime: Runtime) -> int:
     """Return the bytes of this rank's state of the optimizers that have stepped the model."""
     entries = [entry for state in runtime.served.optimizer_states() for entry in state.values()]
-    return sum(own_bytes(tensor) for entry in entries for tensor in entry.values() if isinstance(tensor, torch.Tensor))
+    return sum(own_bytes(tensor) for entry in entries for tensor in tensors_in(entry))
 
 
 def own_bytes(tensor: torch.Tensor) -> int:
