@@ -68,16 +68,11 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
         "gradients": statistics.gradient_bytes(runtime),
         "optimizer state": statistics.optimizer_bytes(runtime),
     }
-    if expected is None:
-        planned = dict.fromkeys(held, 0)
-    else:
-        planned = dict(
-            zip(
-                held, (expected.parameters, expected.gathered_peak, expected.gradients, expected.optimizer), strict=True
-            )
-        )
-    for kind, nbytes in held.items():
-        yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned[kind])})"
+    planned = (0, 0, 0, 0)
+    if expected is not None:
+        planned = (expected.parameters, expected.gathered_peak, expected.gradients, expected.optimizer)
+    for (kind, nbytes), planned_bytes in zip(held.items(), planned, strict=True):
+        yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned_bytes)})"
     # With offload some of what is held is in host memory.
     allocated = None if runtime.host is not None else runtime.collectives.streams.allocated_memory()
     rest = "" if allocated is None else f", {mib(max(0, allocated - sum(held.values())))} MiB,"
@@ -110,7 +105,7 @@ def _cheaper(plan: Plan, asked: int) -> Iterator[str]:
     for strategy, offloaded in _slower(plan):
         changed = dataclasses.replace(plan, strategy=strategy, offload=offload_of("cpu") if offloaded else plan.offload)
         less = now - changed.predicted.device_peak
-        if less > 0 and less >= asked:
+        if less >= asked:
             found.append(f"{strategy}{' with offload' * offloaded} ({mib(less)} MiB less)")
     if found:
         yield f"These settings would free at least what was asked for: {'; '.join(found[:2])}."
