@@ -21,7 +21,7 @@ def clip_norm(
     engines: Iterable[Engine],
     parameters: Sequence[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale gradients so that their common norm is at most `max_norm`. Collective where one of them is sharded.

@@ -122,9 +122,9 @@ def clip_grad_norm_(
     runtime: Runtime,
     parameters: Iterable[torch.Tensor] | None,
     max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    ignored: Iterable[torch.Tensor] = (),
+    norm_type: float,
+    error_if_nonfinite: bool,
+    ignored: Iterable[torch.Tensor],
 ) -> torch.Tensor:
     """Scale gradients as :meth:`torch_shard.Engine.clip_grad_norm_` says. Collective.
 
@@ -184,7 +184,7 @@ def clip_grad_value_(
     runtime: Runtime,
     parameters: Iterable[torch.Tensor] | None,
     clip_value: float,
-    ignored: Iterable[torch.Tensor] = (),
+    ignored: Iterable[torch.Tensor],
 ) -> None:
     """Limit each element of the gradients to ``[-clip_value, clip_value]``, on all ranks."""
     value = float(clip_value)

@@ -14,7 +14,7 @@ from .norms import Owners, common_shard, gather_columns, local_norm, wide_dtype
 
 
 def grad_norms(
-    runtime: Runtime, norm_type: float = 2.0, parameters: Iterable[torch.Tensor] | None = None
+    runtime: Runtime, norm_type: float, parameters: Iterable[torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
     """Return the norms as :meth:`torch_shard.Engine.grad_norms` says. Collective."""
     p = float(norm_type)

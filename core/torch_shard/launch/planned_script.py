@@ -58,7 +58,7 @@ _OF_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "s
 _RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def plan_script(name: str, arguments: Sequence[str], hardware: Hardware, is_module: bool = False) -> Search:
+def plan_script(name: str, arguments: Sequence[str], hardware: Hardware, is_module: bool) -> Search:
     """Run a script until its first step is traced, and find settings for it. Not collective.
 
     Only files that the script has written by then remain. Its output goes to standard error.

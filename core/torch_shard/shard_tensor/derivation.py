@@ -125,7 +125,7 @@ def unit_of_origin(tensor: ShardTensor) -> UnitPort | None:
 
 @contextlib.contextmanager
 def reading(
-    tensors: Iterable[Any], what: str, recording: bool = False, call: FunctionCall | None = None
+    tensors: Iterable[Any], what: str, recording: bool, call: FunctionCall | None = None
 ) -> Iterator[Read | None]:
     """Return a context that yields a function by which this rank alone reads full parameters; None where all ranks read.
 
