@@ -85,8 +85,8 @@ def _within(runtime: Runtime, units: list[Unit], request: Request) -> Iterator[N
                 write_back(runtime, entered, failed)
     finally:
         runtime.solo -= solo
-        for one in reversed(entered):
-            _leave(runtime, one)
+        for entry in reversed(entered):
+            _leave(runtime, entry)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -190,23 +190,23 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
             if outer is None:
                 # In place is possible only if modules compute with the stored values.
                 in_place = request.ranks is None and request.device == c.device and unit.exact
-                one = GatheredUnit(unit, request, in_place, here)
+                entry = GatheredUnit(unit, request, in_place, here)
             elif outer.request.same_place(request):
-                one = GatheredUnit(unit, request, outer.in_place, here, shared=True)
-                one.unsharded_params, one.buffers = outer.unsharded_params, outer.buffers
+                entry = GatheredUnit(unit, request, outer.in_place, here, shared=True)
+                entry.unsharded_params, entry.buffers = outer.unsharded_params, outer.buffers
             else:
-                one = GatheredUnit(unit, request, in_place=False, here=here, overlay=True)
-            started.append(one)
-            if one.in_place and not one.shared:
-                one.keep = _refill(runtime, unit)
-        for one in started:
-            _enter_one(one)
-            entered.append(one)
+                entry = GatheredUnit(unit, request, in_place=False, here=here, overlay=True)
+            started.append(entry)
+            if entry.in_place and not entry.shared:
+                entry.keep = _refill(runtime, unit)
+        for entry in started:
+            _enter_unit(entry)
+            entered.append(entry)
     except BaseException:
-        for one in started[len(entered) :]:
-            if one.in_place and not one.shared:
+        for entry in started[len(entered) :]:
+            if entry.in_place and not entry.shared:
                 with contextlib.suppress(ShardError):  # the error that is on its way says more
-                    one.unit.reshard()
+                    entry.unit.reshard()
         raise
 
 
@@ -231,101 +231,101 @@ def _start(runtime: Runtime, unit: Unit) -> None:
         unit.unshard()
 
 
-def _enter_one(one: GatheredUnit) -> None:
-    unit, request = one.unit, one.request
-    if not one.shared:
+def _enter_unit(entry: GatheredUnit) -> None:
+    unit, request = entry.unit, entry.request
+    if not entry.shared:
         unit.wait()
-        if one.in_place:
+        if entry.in_place:
             for flat in unit.flats:
                 flat.mirror()
-            one.unsharded_params = [flat.unsharded_params for flat in unit.flats]
-            one.buffers = [flat.full for flat in unit.flats]
+            entry.unsharded_params = [flat.unsharded_params for flat in unit.flats]
+            entry.buffers = [flat.full for flat in unit.flats]
             if not unit.gathers:  # these are views of the shards: edits must be undone if they are not written back
                 with torch.inference_mode(False):
-                    one.backup = [flat.shard.clone() for flat in unit.flats]
+                    entry.backup = [flat.shard.clone() for flat in unit.flats]
         else:
-            _copy(one)
+            _copy(entry)
     full_grads: list[list[torch.Tensor | None]] = []
     if request.grads:
         for flat in unit.flats:
             found = full_tensors_from(flat, local_grads(flat), f"the gradients of unit {unit.name!r}")
             full_grads.append([None if g is None else flat.as_given(g, i) for i, g in enumerate(found)])
-    if one.here and not one.shared:
-        _install(one)
-    unit.gathered_calls.append(one)
-    if one.here:
-        one.wants = [[param.requires_grad for param in params] for params in one.unsharded_params]
-        if request.grads or not one.in_place:
-            _refuse_backward(one)
-        for params, values in zip(one.unsharded_params, full_grads, strict=False):
+    if entry.here and not entry.shared:
+        _install(entry)
+    unit.gathered_calls.append(entry)
+    if entry.here:
+        entry.wants = [[param.requires_grad for param in params] for params in entry.unsharded_params]
+        if request.grads or not entry.in_place:
+            _refuse_backward(entry)
+        for params, values in zip(entry.unsharded_params, full_grads, strict=False):
             for param, value in zip(params, values, strict=True):
                 if value is not None and value.dtype != param.dtype:
                     param.grad_dtype = value.dtype
                 set_own_grad(param, None if value is None else value.to(param.device))
 
 
-def _copy(one: GatheredUnit) -> None:
-    unit, device = one.unit, one.request.device
+def _copy(entry: GatheredUnit) -> None:
+    unit, device = entry.unit, entry.request.device
     for number, flat in enumerate(unit.flats):
         likes: Sequence[torch.Tensor] = flat.params
-        if one.overlay:  # with what was edited in the enclosing call
+        if entry.overlay:  # with what was edited in the enclosing call
             full, likes = unit.gathered_calls[-1].buffers[number], flat.unsharded_params
         else:
             full = full_flat(flat, unit.gather_text)
-        if not one.here:
+        if not entry.here:
             continue
         with torch.inference_mode(False), torch.no_grad():
-            if one.overlay or full is flat.shard or full.device != device:
+            if entry.overlay or full is flat.shard or full.device != device:
                 full = full.to(device, copy=True)
             params = [flat.parameter_over(full, i) for i in range(len(flat.params))]
         with torch._C.DisableTorchFunctionSubclass():
             for like, param in zip(likes, params, strict=True):
                 param.requires_grad_(like.requires_grad)
-        one.unsharded_params.append(params)
-        one.buffers.append(full)
+        entry.unsharded_params.append(params)
+        entry.buffers.append(full)
 
 
-def _install(one: GatheredUnit) -> None:
-    unit = one.unit
-    one.covered = [flat.unsharded_params for flat in unit.flats]
-    if one.overlay:
-        unit.exchange(one.unsharded_params)
+def _install(entry: GatheredUnit) -> None:
+    unit = entry.unit
+    entry.covered = [flat.unsharded_params for flat in unit.flats]
+    if entry.overlay:
+        unit.exchange(entry.unsharded_params)
         return
     for flat in unit.flats:
         flat.mirror()  # while flat.unsharded_params are the unit's own: copies must not get their hooks
     unit.summon()  # first, because uninstall() must not take edits for those of a forward
-    unit.exchange(one.unsharded_params)
+    unit.exchange(entry.unsharded_params)
     for flat in unit.flats:
         show_as_plain(flat.unsharded_params, True)
     unit.install()
     unit.running += 1  # so that the unit is neither resharded nor copied
 
 
-def _uninstall(one: GatheredUnit) -> None:
-    unit = one.unit
-    if one.overlay:
-        unit.exchange(one.covered)
+def _uninstall(entry: GatheredUnit) -> None:
+    unit = entry.unit
+    if entry.overlay:
+        unit.exchange(entry.covered)
         return
-    for flat, values in zip(unit.flats, one.backup, strict=False):
+    for flat, values in zip(unit.flats, entry.backup, strict=False):
         with torch.no_grad():
             flat.shard.copy_(values)
     unit.uninstall()
-    unit.exchange(one.covered)
+    unit.exchange(entry.covered)
     for flat in unit.flats:
         show_as_plain(flat.unsharded_params, False)
     unit.dismiss()
     unit.running -= 1
     for flat in unit.flats:
-        if one.in_place:
+        if entry.in_place:
             for i, param in enumerate(flat.unsharded_params):
                 if not is_view(param, flat.view(flat.full, i)):  # the user has given it other memory
                     flat.put_back(i)
         flat.mirror()
 
 
-def _refuse_backward(one: GatheredUnit) -> None:
+def _refuse_backward(entry: GatheredUnit) -> None:
     """Make a backward that reaches one of the parameters raise, because this gradient can't be reduced."""
-    rank = one.unit.collectives.world_rank
+    rank = entry.unit.collectives.world_rank
 
     def refuse(name: str, grad: torch.Tensor) -> None:
         raise UnitStateError(
@@ -335,36 +335,36 @@ def _refuse_backward(one: GatheredUnit) -> None:
             "without these."
         )
 
-    for flat, params in zip(one.unit.flats, one.unsharded_params, strict=True):
+    for flat, params in zip(entry.unit.flats, entry.unsharded_params, strict=True):
         for slot, param in zip(flat.layout.slots, params, strict=True):
             if param.requires_grad:
-                one.hooks.append(param.register_hook(functools.partial(refuse, slot.name)))
+                entry.hooks.append(param.register_hook(functools.partial(refuse, slot.name)))
 
 
 # -- leaving ----------------------------------------------------------------------------------------------------------
 
 
-def _leave(runtime: Runtime, one: GatheredUnit) -> None:
-    unit = one.unit
-    unit.gathered_calls.remove(one)
-    if one.in_place:  # copies keep the hooks: a graph over copies is refused outside as well
-        for hook in one.hooks:
+def _leave(runtime: Runtime, entry: GatheredUnit) -> None:
+    unit = entry.unit
+    unit.gathered_calls.remove(entry)
+    if entry.in_place:  # copies keep the hooks: a graph over copies is refused outside as well
+        for hook in entry.hooks:
             hook.remove()
-    if one.here:
+    if entry.here:
         with torch._C.DisableTorchFunctionSubclass():
-            for flat, params, wanted in zip(unit.flats, one.unsharded_params, one.wants, strict=False):
+            for flat, params, wanted in zip(unit.flats, entry.unsharded_params, entry.wants, strict=False):
                 for sharded, param, before in zip(flat.params, params, wanted, strict=True):
-                    if one.request.grads or not one.shared:
+                    if entry.request.grads or not entry.shared:
                         set_own_grad(param, None)
                     if param.requires_grad != before:  # frozen or unfrozen inside
                         sharded.requires_grad_(param.requires_grad)
-    if one.shared:
+    if entry.shared:
         return
-    if one.here:
-        _uninstall(one)
-    if one.in_place and unit.gathers:
+    if entry.here:
+        _uninstall(entry)
+    if entry.in_place and unit.gathers:
         unit.reshard()
-        if one.keep:  # backward goes on with the values as they are now
+        if entry.keep:  # backward goes on with the values as they are now
             _start(runtime, unit)
             unit.wait()
             runtime.schedule.gathered[unit.index] = unit
