@@ -1,9 +1,9 @@
 """The wrapper of `torch.autograd.backward`, through which engines hear of each backward of the user's before it starts.
 
-The wrapper also puts unsharded parameters behind sharded ones among the `inputs` of ``loss.backward(inputs=[...])``: autograd's
-C++ engine would find that a sharded parameter is no leaf of the graph, and silently do nothing. Without sharded inputs the
-wrapper changes no argument. It is there once, for the life of the process. `torch.autograd.grad` needs no wrapper, because it
-honours `__torch_function__`. Tested on torch 2.13.
+The wrapper also adds the unsharded parameters of sharded ones to the `inputs` of ``loss.backward(inputs=[...])``: autograd's C++
+engine would find that a sharded parameter is no leaf of the graph, and silently do nothing. Without sharded inputs the wrapper
+changes no argument. It is installed once, for the life of the process. `torch.autograd.grad` needs no wrapper, because it honours
+`__torch_function__`. Tested on torch 2.13.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class Backwards:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._end: weakref.ref[Any] | None = None  # the callback at the end of the running backward
-        # The callback at the end of a backward that recomputes layers in backwards of their own, which alone may have parts of
-        # this engine; and its graph task.
+        # The callback, and the graph task, of an outer backward that recomputes layers in backwards of their own. Perhaps only
+        # these inner backwards reach this engine.
         self._end_of_outer: weakref.ref[Any] | None = None
         self._outer_task = -1
         self._tasks: set[int] = set()  # the autograd graph tasks of the running backward: its own, and nested ones
@@ -129,7 +129,7 @@ class Backwards:
             yield
             return
         runtime, begun = self.runtime, self._begun
-        if self._end is not None:  # of a torch.autograd.grad that has failed, which autograd still keeps
+        if self._end is not None:  # autograd still keeps the callback of a torch.autograd.grad that has failed
             self._abandon_if()
         try:
             runtime.await_votes()
@@ -139,7 +139,7 @@ class Backwards:
             except ShardError as error:
                 self._refusal = error
             self._called = True
-            self._end_of_outer = None  # of a call that has failed, whose graph task a thread of a device may still keep
+            self._end_of_outer = None  # a thread of a device may still keep the graph task of a call that has failed
             if runtime.in_backward is not None:
                 runtime.in_backward.enter_call()
             yield
@@ -204,10 +204,10 @@ class Backwards:
         self._end = weakref.ref(end, self._abandon_if)
 
     def begin_nested(self) -> None:
-        """Let this engine's backward end with the running one, inside of which that of a recomputed layer begins.
+        """Let this engine's backward end with the running one, inside of which the backward of a recomputed layer begins.
 
-        Reentrant checkpointing runs a backward for each layer, and the engine may be met in these alone. It would otherwise take
-        each for a backward of its own, with an end at which it waits for all reductions and for the other ranks.
+        Reentrant checkpointing runs a backward for each layer, and perhaps only these reach the engine. Otherwise it would take
+        each for a backward of its own, at whose end it waits for all reductions and for the other ranks.
         """
         if self._called and self._end is None and self._end_of_outer is None:
             end = functools.partial(self._end_outer, graph_task())
@@ -220,7 +220,7 @@ class Backwards:
             self.end_backward()
 
     def _nest(self, task: int) -> None:
-        """Note that a backward inside the backward runs, which reshards at its end what only it has needed."""
+        """Note a nested backward; at its end, units that only it has needed are resharded."""
         self._tasks.add(task)
         _queue(functools.partial(self.runtime.schedule.end_nested, task))
 
@@ -330,14 +330,14 @@ class Backwards:
             time.sleep(0.001)  # a thread of a device may still be inside a hook
         try:
             self._abandon_if()
-        except Exception:  # it must not replace the error of the backward
+        except Exception:  # this must not replace the error of the backward
             logger.exception(
                 "rank %d: a failed backward could not be left", self.runtime.collectives.world_rank, extra=ANY_RANK
             )
 
     def _abandon_if(self, end: weakref.ref[Any] | None = None) -> None:
         """Abandon the backward that runs, if any does; with `end` only if that is its end, not that of an earlier one."""
-        with self._abandoning:  # by the thread of the call and by a thread of a device
+        with self._abandoning:  # the thread of the call and a thread of a device may both come here
             if self._end is not None and (end is None or end is self._end):
                 self._abandon()
 
@@ -370,7 +370,7 @@ class Backwards:
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    """Have `callback` called when the running graph task of autograd has ended without an exception."""
+    """Let autograd call `callback` when the running graph task has ended without an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

@@ -208,15 +208,14 @@ class Forwards:
         self.runtime.on_demand.check_copies()
 
 
-# torch.compiler.disable without importing the compiler here (which is loaded by the first optimizer anyway). Private;
-# torch 2.13.
+# torch.compiler.disable, without importing the compiler here (the first optimizer does so anyway). Private; torch 2.13.
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     """Call `function` without compiling it."""
     return function(*args)
 
 
-# The reason that the error of torch.compile(fullgraph=True) gives; private, too.
+# The reason in the error of torch.compile(fullgraph=True); private, too.
 uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
 uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "torch_shard gathers and releases parameters here, which is done between graphs: each unit breaks the graph once. Leave out "

@@ -42,9 +42,7 @@ class LoneReads:
         self._units: list[Unit] = []  # those that are unsharded for the running read
         self._held = False  # forwards don't end the running read
         self._reported: set[str] = set()  # lines that are in the log, or will be at the end of the running read
-        self._to_report: tuple[str, str] | None = (
-            None  # line and operation of the running read, if its end is to log them
-        )
+        self._to_report: tuple[str, str] | None = None  # line and operation that the end of the running read logs
         self.count = self.bytes_read = 0
 
     @property

@@ -188,8 +188,10 @@ class OnDemand:
         return self._without_backward(full, flat, index) if recording and param.requires_grad else full
 
     def _scalar(self, unit: Unit, param: ShardTensor, call: FunctionCall, recording: bool) -> torch.Tensor | None:
-        """Return the full parameter for a reduction to a scalar, where this rank alone makes it; None where all ranks do, on
-        their shards, and for any other function."""
+        """Return the full parameter for a reduction to a scalar that this rank alone computes.
+
+        Returns None where all ranks compute it, on their shards, and for any other function.
+        """
         text = f"{call.name} of {param._spec.name}"
         if call.name not in SCALARS or not self._is_lone(unit, text, call.recipe, recording):
             return None
@@ -197,10 +199,10 @@ class OnDemand:
         return self._read_alone(flat, index, recording)
 
     def _is_lone(self, unit: Unit, text: str, recipe: int, recording: bool, known: bool = True) -> bool:
-        """Return True if this rank alone makes a small read, of which `text` says what it reads. Collective otherwise.
+        """Return True if this rank alone makes a small read, which `text` describes. Collective otherwise.
 
-        `recipe`: see :attr:`.FunctionCall.recipe`; what ranks read together must be the same. `known`: this rank can read the
-        values alone; else it is an error if it does.
+        `recipe`: see :attr:`.FunctionCall.recipe`; ranks that read together must have the same. `known`: False if this rank can't
+        read the values alone, so that it is an error if the others do something else.
         """
         runtime = self.runtime
         if not (unit.sharded and runtime.is_ready) or graph_task() != -1:
@@ -211,7 +213,7 @@ class OnDemand:
         return runtime.meet(text, [(zlib.crc32(noted.encode()), noted)], sure=recording, alone=known) is None
 
     def _read_alone(self, flat: FlatBuffer, index: int, recording: bool) -> torch.Tensor:
-        """Return the full parameter with its stored values, which this rank alone reads; `recording`: for a graph."""
+        """Return the full parameter with its stored values, which this rank reads alone; for a graph if `recording`."""
         assert self.runtime.reading is not None
         full = read_parameter(flat, index, self.runtime.reading)
         self._uses.append(_Stored(flat, index, full, alone=True))

@@ -1,11 +1,11 @@
 """Pickles of a sharded module (``torch.save(model)``), which hold a plain module: full parameters, and nothing of the engine.
 
-A sharded parameter pickles its full values, which this rank reads from the others. Whatever else the engine has put into a module
-is left out: the engine itself, hooks, and what stands in front of methods. A module keeps its class, so that only a method of all
-modules can do that: ``nn.Module.__reduce_ex__`` is set, for the life of the process. Plain modules are pickled as ever. ``copy``
-calls the same method; copies keep the hooks.
+A sharded parameter pickles its full values, which this rank reads from the others. All other additions of the engine to a module
+are left out: the engine itself, hooks, and replaced methods. A module keeps its class, so that only a method of all modules can
+do that: ``nn.Module.__reduce_ex__`` is set, for the life of the process. Plain modules are pickled as ever. ``copy`` calls the
+same method; copies keep the hooks.
 
-Objects of other rooms and of front ends, which are hooks or attributes of modules, have an attribute ``in_plain_module``: what
+Hooks and attributes of modules that other rooms or front ends have added have an attribute ``in_plain_module``: the object that
 the plain module has in their place, or None for nothing.
 """
 

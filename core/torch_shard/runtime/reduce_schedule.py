@@ -3,8 +3,8 @@
 Units are reduced in the reverse order of their first use in forward, which all ranks share. A unit whose gradients are
 complete waits for the units before it. Units with a parameter that had no gradient on any rank in the backward before come
 last, where they hold up no other unit. At the end of a backward the ranks compare what they have reduced, and reduce the
-rest, including units of which a rank has no gradient. A rank for which this backward was like the one before, in which all ranks
-had the same gradients, publishes its own without waiting for that; it learns the answer before anybody reads them.
+rest, including units of which a rank has no gradient. If all ranks had the same gradients in the backward before, and this rank
+has them again, it publishes them without waiting for the comparison, whose result it takes before anybody reads them.
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ class ReduceSchedule:
         self._follow(answer)
 
     def _may_publish_early(self) -> bool:
-        # The gradients may not be read before the votes are known: so not by the users' hooks either, nor in another engine.
-        alone = self.collectives.world > 1 and self.runtime.engine_order.has_one
-        return alone and not self._order and not any(unit.post_hooks for unit in self.runtime.units)
+        # Nothing may read the gradients before the votes are known: no hook of the user's, and no other engine.
+        if self.collectives.world == 1 or not self.runtime.engine_order.has_one:
+            return False
+        return not self._order and not any(unit.post_hooks for unit in self.runtime.units)
 
     def _follow(self, votes: list[int]) -> None:
         """Do what the ranks have agreed on; `votes` are the largest of any rank."""
@@ -204,9 +205,9 @@ class ReduceSchedule:
                 self._issue(unit)
 
     def compare_late(self, votes: list[int], answer: torch.Tensor | None) -> None:
-        """Take the ranks' answer after this rank has followed its own `votes`: reduce and publish what it did not know of.
+        """Take the ranks' answer after this rank has followed its own `votes`, and reduce and publish further gradients.
 
-        None for the answer: the ranks differ, or one is gone. Then what was published is taken back.
+        The answer is None if the ranks differ, or one is gone. Then the published gradients are taken back.
         """
         self.runtime.awaits_votes = False
         early, self._early = self._early, None
@@ -218,7 +219,7 @@ class ReduceSchedule:
                 flat.gradients.take_back(published)
         elif answer.tolist() != votes:
             self._votes = None
-            if not early:  # it has come in `flush`, which goes on with it
+            if not early:  # the answer has come inside `flush`, which goes on with it
                 self._answer = answer.tolist()
                 return
             with torch.no_grad():

@@ -20,7 +20,7 @@ from ..utils.patterns import without_wrappers
 
 
 class Registrations:
-    """Knows for one runtime if anything was registered since :meth:`check` last looked through the model."""
+    """Notes, for one runtime, whether anything was registered since :meth:`check` last looked through the model."""
 
     def __init__(self) -> None:
         self.changed = False

@@ -98,9 +98,7 @@ class Runtime:
         self.registrations = Registrations()
         self.owners = OwnerMaps()  # for optimizers that step on full matrices
         self.in_backward: StepInBackward | None = None  # the optimizer that steps during backward
-        self.steps: Callable[[], Any] = lambda: (
-            None
-        )  # returns the watcher of optimizers' steps, while there is an engine
+        self.steps: Callable[[], Any] = lambda: None  # returns the engine's watcher of optimizers' steps
         quantized = config.quantized
         # Error feedback carries residuals from one step to the next. A scaler changes their scale, and skips steps.
         self.feeds_back = quantized is not None and quantized.gradients is not None and quantized.error_feedback
@@ -131,7 +129,7 @@ class Runtime:
         self._take_name(self.engine_order.name())
 
     def _take_name(self, name: str) -> None:
-        """Be known by `name` to the other ranks, and hand out this rank's shards to ranks that read alone."""
+        """Make `name` the engine's name on all ranks, and hand out this rank's shards to ranks that read alone."""
         self.operations.take_name(name)
         service = self.collectives.service
         if service is not None:
@@ -141,7 +139,7 @@ class Runtime:
         """Return the versions from which the values of this model can be read, the best one first.
 
         A deep copy may have been made by this rank alone; until it is changed, its original has its values. Edits may have been
-        made by this rank alone; where it knows their values in full, the other ranks have all others.
+        made by this rank alone; where it knows the edited values in full, it reads only the other parameters.
         """
         versions, edits = self.versions, self.versions.edits
         own = edits.known()

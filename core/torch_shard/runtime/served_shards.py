@@ -26,7 +26,7 @@ class ServedShards:
     admitted to both by one lock.
 
     Attributes:
-        versions: of the shards.
+        versions: the versions of the shards.
         flats: the flat buffers of each unit, by the unit's number.
     """
 
