@@ -64,7 +64,7 @@ class _Gradients:
             comm = flat.params[0]._spec.comm
             self.shards.setdefault(id(comm), ((flat.collectives, comm), []))[1].extend(shards)
         plain = [p for p in (ignored if chosen is None else chosen.values()) if not isinstance(p, ShardTensor)]
-        self.may_be_plain = bool(plain)  # on some ranks
+        self.may_be_plain = bool(plain)  # some ranks may have gradients of plain parameters
         self.plain = [p.grad for p in plain if p.grad is not None]
         found = [shard.dtype for _, shards in self.shards.values() for shard in shards if shard is not None]
         found += [p.dtype for p in plain if p.requires_grad or p.grad is not None]
@@ -80,7 +80,7 @@ class _Gradients:
         return [s for _, shards in self.shards.values() for s in shards if s is not None] + self.plain
 
     def on_its_way(self, tensor: torch.Tensor) -> HostGradients | None:
-        """Return the object that copies `tensor` to host memory, perhaps still; None for a tensor that is not offloaded."""
+        """Return the object that copies, or has copied, `tensor` to host memory; None if the tensor is not offloaded."""
         flat = self._flats.get(id(tensor))
         return None if flat is None else flat.gradients.host
 
@@ -169,7 +169,7 @@ def _total_norm(runtime: Runtime, grads: _Gradients, p: float) -> torch.Tensor:
     total = torch.linalg.vector_norm(torch.cat([rows.view(-1) for rows in gathered]), p)
     if p > 0 or grads.everything():
         return total
-    return torch.where(total == math.inf, 0.0, total)  # of no gradients at all, as torch has it
+    return torch.where(total == math.inf, 0.0, total)  # torch's norm of no gradients at all
 
 
 def _any_nonzero(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:

@@ -42,16 +42,19 @@ _use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 
 class PlainGather(NamedTuple):
-    """A gather of one flat buffer that is yet to start."""
+    """A gather of one flat buffer, which the caller starts together with others."""
 
     full: torch.Tensor
     sent: torch.Tensor
-    stored: torch.Tensor | None  # the shard that has to be cast into `sent` before
+    stored: torch.Tensor | None  # the shard to cast into `sent` before; None if there is no cast
 
 
 class FlatBuffer:
-    """The flat memory of those parameters of a unit that have equal dtypes, were all trainable or all frozen when they were
-    sharded, and are all cut by tensor parallelism or all not."""
+    """The flat memory of some parameters of one unit.
+
+    These have equal dtypes, were all trainable or all frozen when they were sharded, and are all cut by tensor parallelism or all
+    not.
+    """
 
     def __init__(
         self,
@@ -129,7 +132,7 @@ class FlatBuffer:
         self.compute, self.quantizer = compute, quantizer
         self.casts = compute != self.dtype
         self.exact = not self.casts and quantizer is None  # modules compute with the stored values
-        # After an unshard this rank's slot of the full buffer holds the shard, cast. If it holds other values, these keep them:
+        # After an unshard this rank's slot of the full buffer holds the shard, cast, or else the values of one of these two:
         self._sent: torch.Tensor | None = None  # the quantized values that were sent
         self._edited: torch.Tensor | None = None  # the values that a forward's edits have left
         # The unsharded parameters have memory of their own.
@@ -437,7 +440,7 @@ class FlatBuffer:
             self.baseline[i] = (_use_count(self.unsharded_params[i]), sys.getrefcount(self.unsharded_params[i]))
 
     def references(self) -> tuple[bool, list[tuple[int, int]], bool]:
-        """Return who refers to the unsharded parameters beside the engine.
+        """Find out who refers to the unsharded parameters beside the engine.
 
         Returns:
             True if anyone does (autograd's saved tensors, a user's variable); index and version of the parameters of
@@ -450,8 +453,8 @@ class FlatBuffer:
             more = _use_count(params[i]) > uses
             if more:
                 saved.append((i, self.params[i]._version))
-            # Autograd's first reference makes the C++ tensor own its Python object, which adds one reference. For one
-            # that requires a gradient the baseline includes that one.
+            # Autograd's first reference makes the C++ tensor own its Python object, which adds one reference. Where a
+            # gradient is required, the baseline includes that reference.
             if sys.getrefcount(params[i]) > references + (more and self.edges[i] is None):
                 by_python = True
         return storage > self.storage_baseline or bool(saved) or by_python, saved, by_python

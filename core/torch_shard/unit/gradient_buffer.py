@@ -58,12 +58,12 @@ class GradientBuffer:
         self.missing = 0  # how many are expected and have not arrived
         # This rank's gradients in the full layout; None before the first is copied.
         self.flat: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []  # of `flat`, one for each parameter
+        self._views: list[torch.Tensor] = []  # views of `flat`, one for each parameter
         self.lost = False  # some gradients must not be added to, see `_check_lost`
         self.accumulation = Accumulation(params)
         self.partial = False  # the running backward does not end an accumulation, but reduces all the same
         self.results: list[torch.Tensor] = []  # reduced shards that wait to be published as `.grad`
-        self._streams: set[Any] = set()  # on which gradients arrived
+        self._streams: set[Any] = set()  # the streams on which gradients arrived
         self._on_device = collectives.streams.exist
         self.can_hold = self._on_device and collectives.counts_references  # see `accept`
         if self.can_hold:
@@ -140,7 +140,7 @@ class GradientBuffer:
             self._narrow = self.collectives.data_parallel_size == 1 and widens(self.opens, self.dtypes.grad)
             self.flat = self._taken(self.opens)
             if self._on_device:
-                self._streams.add(self.collectives.streams.current())  # on which it was allocated
+                self._streams.add(self.collectives.streams.current())  # `flat` was allocated on this stream
         return self.flat
 
     def _taken(self, dtype: torch.dtype) -> torch.Tensor:
@@ -168,7 +168,7 @@ class GradientBuffer:
         return self.flat
 
     def _copied(self, whole: bool = False) -> tuple[torch.Tensor, bool]:
-        """Copy the gradients that wait to the buffer; return it, and True if its padding is zero. `whole` asks for that."""
+        """Copy the held gradients to the buffer; return it, and True if its padding was set to zero, as `whole` asks."""
         flat = self.flat if self.flat is not None else self._open()
         if not self.held:
             return flat, False
@@ -359,7 +359,7 @@ class GradientBuffer:
         return touched
 
     def publish_also(self, results: list[torch.Tensor], published: list[int], arrivals: list[int]) -> None:
-        """Publish parts of `results`, which :meth:`publish` has had: other ranks have more gradients than were `published`."""
+        """Publish more of `results`, the shards of an earlier :meth:`publish`: other ranks have more gradients than this one."""
         both = enumerate(zip(published, arrivals, strict=True))
         more = [i for i, (before, state) in both if state == ARRIVED and before != ARRIVED]
         with torch._C.DisableTorchFunctionSubclass():
@@ -431,7 +431,7 @@ class GradientBuffer:
             self.unreduced[i] = False
 
     def outdate(self, index: int, name: str) -> None:
-        """Note that optimizer `name` may have changed this gradient on another rank, so that nothing can be added to it."""
+        """Note that optimizer `name` may have changed a gradient on another rank, so that nothing can be added to it."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Any = own_grad(self.params[index])
             state: ShardState | None = getattr(grad, STATE, None)
@@ -443,8 +443,8 @@ class GradientBuffer:
     def _check_lost(self) -> None:
         """Raise if a gradient must be cleared before the next backward.
 
-        Deferred gradients are gone after a backward that failed. To gradients that an optimizer may have changed on the owning
-        rank only nothing can be added.
+        Deferred gradients are gone after a backward that failed. Nothing can be added to gradients that an optimizer may have
+        changed, on the owning rank only.
 
         Raises:
             ShardError: names the parameter.

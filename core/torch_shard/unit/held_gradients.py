@@ -1,8 +1,8 @@
 """Gradients that wait for the others of their unit, so that one kernel copies them all; on devices.
 
 A gradient that nobody else refers to can't change any more, so that it may be copied later: `AccumulateGrad` steals such a
-gradient for the same reason. Any other is copied when it arrives. (On the CPU all are: a copy costs no launch there, and the
-values are still in the cache.)
+gradient for the same reason. Any other gradient is copied when it arrives, and on the CPU every one: a copy costs no launch
+there, and the values are still in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHORT = 1 << 14
 
 
 def _references(grads: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
-    """Return how often C++ and Python refer to the gradient that a hook was given, to its memory, and to what it is a view of."""
+    """Return how often C++ and Python refer to the gradient that a hook was given, to its memory, and to the base of a view."""
     use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]  # undocumented (torch 2.13)
     grad: Any = grads[0]
     found = use_count(grad), sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)

@@ -31,11 +31,11 @@ def copy_attributes(param: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def held_by(param: Any, rnns: Iterable[nn.Module]) -> str | None:
-    """Return what keeps a parameter from being swapped, and the remedy, to be read behind its name; None for nothing.
+    """Return why a parameter can't be swapped, and the remedy, to be read behind its name; None if it can be.
 
     Args:
-        param: sharded or plain.
-        rnns: modules of the model, of which RNNs keep weak references that they can make anew.
+        param: the parameter, sharded or plain.
+        rnns: modules of the model; the weak references that RNNs among them keep don't count, since these can be made anew.
     """
     own = {id(ref) for module in rnns for ref in getattr(module, "_flat_weight_refs", ())}
     if any(id(ref) not in own for ref in weakref.getweakrefs(param)):

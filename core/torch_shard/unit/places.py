@@ -55,7 +55,7 @@ class Places(list[tuple[nn.Module, str, "FlatBuffer", int]]):
         self._rebuild_rnns()
 
     def exchange(self, chosen: Mapping[FlatBuffer, list[nn.Parameter]]) -> None:
-        """Put other unsharded parameters into the modules that hold those of now, by flat buffer."""
+        """Put the parameters of `chosen` into the modules that hold the present unsharded parameters of a flat buffer."""
         for module, attribute, flat, index in self:
             before, after = flat.unsharded_params[index], chosen[flat][index]
             if module._parameters.get(attribute) is before:

@@ -19,24 +19,24 @@ _MODULES_OWN = frozenset(nn.Module().__dict__)
 
 
 def references_to(unit: Unit, looks_up: bool) -> tuple[bool, list[tuple[int, int, int]], bool]:
-    """Return who refers to the unsharded parameters of `unit` beside the engine.
+    """Find out who refers to the unsharded parameters of `unit` beside the engine.
 
     Args:
         unit: the unit, which is FULL.
-        looks_up: they were used by an embedding alone, which keeps nothing that shares their memory but the parameters.
+        looks_up: only an embedding has used the parameters, which keeps no other tensors over their memory.
 
     Returns:
         True if anyone does; the parameters that autograd has saved, as (number of the flat buffer, index, version);
         True if a Python object may hold an unsharded parameter (`self.kept = self.weight`).
     """
-    # All ranks must come to the same first answer: where use counts of memory don't tell, the answer is always yes, except of
-    # an embedding, for which those of the parameters do. The other two answers concern this rank alone. No count is ever too
-    # low; where the counts to compare with may be too high, a Python object may hold any unsharded parameter.
+    # All ranks must come to the same first answer. Where use counts of memory are not known, the answer is always yes, except for
+    # an embedding, where the parameters' own use counts decide. The other two answers concern this rank alone. No count is ever
+    # too low; where the baselines may be too high, a Python object may hold any unsharded parameter.
     c = unit.collectives
     by_python = not c.counts_references
     anyone = by_python or not (c.knows_references or looks_up)
-    # Under hooks autograd saves what these make of a tensor. Backward may get the parameter itself back from them: what a
-    # checkpoint computes again refers to the parameters of all its forwards, when the first of them is reached.
+    # Under hooks autograd saves what these make of a tensor, and backward may get the parameter itself back from them: a
+    # checkpoint recomputes all of its forwards, and refers to their parameters, when backward reaches the first of them.
     anyone |= saved_tensors_hooks(True) is not None
     saved = []
     with torch._C.DisableTorchFunctionSubclass():
@@ -58,7 +58,7 @@ class KeptTensors:
         self._modules: list[tuple[nn.Module, int]] | None = None  # each with the position of its first own attribute
 
     def find(self) -> list[torch.Tensor]:
-        """Return the tensors."""
+        """Return the tensors with a graph that the modules hold now."""
         if self._modules is None:
             modules = dict.fromkeys(m for trigger in self._triggers for m in trigger.modules())
             self._modules = [(m, _first_attribute(m)) for m in modules]

@@ -13,13 +13,13 @@ from ..offload.pending_writes import PendingWrites
 
 @dataclass(frozen=True)
 class ServedShard:
-    """A shard, and what is sent of it. It refers to no module and no process group.
+    """A shard, and the form in which it is sent. It refers to no module and no process group.
 
     Attributes:
         memory: the shard, 1-D, of the stored dtype.
         writes: the background work on it; None where it is on the device.
         compute: the dtype in which modules compute.
-        quantizer: quantizes what is sent; None for no quantization.
+        quantizer: the quantizer of values that are sent; None for no quantization.
     """
 
     memory: torch.Tensor

@@ -24,7 +24,7 @@ def fill(flat: FlatBuffer, full: torch.Tensor, reading: Reading, form: Literal["
 
 
 def put_own_values(flat: FlatBuffer, full: torch.Tensor, reading: Reading) -> None:
-    """Put the full values that this rank alone has given parameters in the places of these in `full`."""
+    """Overwrite, in `full`, parameters of which this rank alone has other values."""
     for i, slot in enumerate(flat.layout.slots if reading.own else ()):
         if slot.name in reading.own:
             flat.view(full, i).copy_(reading.own[slot.name].to(flat.dtype))
@@ -44,13 +44,13 @@ def read_parameter(flat: FlatBuffer, index: int, reading: Reading | None) -> tor
 
 
 def read_state(flat: FlatBuffer, part: ShardPart, local: torch.Tensor, reading: Reading | None) -> torch.Tensor:
-    """Return optimizer state that is cut like a parameter of a buffer, as :func:`read_parameter` returns parameters.
+    """Return full optimizer state that is cut like a parameter of a buffer: plain, in new memory.
 
     Args:
         flat: the buffer.
         part: the state.
-        local: this rank's shard of it.
-        reading: as for :func:`read_parameter`.
+        local: this rank's shard of the state.
+        reading: the running read; may be None without other ranks.
     """
     return _read_pieces(flat, part.param, local.dtype, reading, lambda start, stop: part, lambda part: local)
 
@@ -67,11 +67,11 @@ def _read_pieces(
 
     Args:
         flat: the buffer.
-        index: the parameter's number in it.
-        dtype: the tensor's.
+        index: the parameter's number in the buffer.
+        dtype: the dtype of the result.
         reading: the running read; None without other ranks.
-        part_of: returns what to ask a rank for, by the piece's beginning and end in that rank's slot.
-        own_piece: returns this rank's piece, by what it would be asked for.
+        part_of: returns the request to a rank, by the piece's beginning and end in that rank's slot.
+        own_piece: returns this rank's piece, by the request for it.
     """
     layout, slot = flat.layout, flat.layout.slots[index]
     with torch.inference_mode(False), torch.no_grad():

@@ -101,8 +101,8 @@ class Unit:
         # Under `shard_optim`. outdated: parameters may have changed since the last unshard, as all ranks agree.
         # exposed: the user was given the memory of a shard, where changes leave no trace.
         self.outdated = self.exposed = False
-        self.full_bytes = 0  # of the unsharded parameters, where these have memory of their own
-        self._counted_bytes = 0  # of them, as the statistics count them now
+        self.full_bytes = 0  # the bytes of the unsharded parameters, where these have memory of their own
+        self._counted_bytes = 0  # the bytes that the statistics count now for this unit
         self._streams = self.collectives.streams
         self._filled: Any = None  # the event behind the latest unshard
         self.used_by: set[Any] = set()  # streams that compute with the unsharded parameters

@@ -1,9 +1,9 @@
 """``engine.gathered(...)``, inside which modules hold full plain parameters, and ``engine.apply`` on top of it.
 
-There are two ways. *In place*: all ranks get the values on the mesh's device. The unit's own full buffers and unsharded
-parameters serve, and a backward inside reduces gradients as usual. *Copies*: only some ranks get the values, or the values
-are on another device, or modules compute with other values than the stored ones. Each unit is then gathered into new memory,
-or copied from an enclosing call whose values all ranks have.
+There are two ways. *In place*, where all ranks get the values on the mesh's device: the modules hold the unit's own unsharded
+parameters, and a backward inside reduces gradients as usual. With *copies*, where only some ranks get the values, or the values
+are on another device, or modules compute with other values than the stored ones: each unit is gathered into new memory, or copied
+from an enclosing call whose values all ranks have.
 
 In both ways ``FlatBuffer.unsharded_params`` has the parameters that the modules hold, and that ``ShardTensor.__torch_function__``
 substitutes for a sharded parameter: the unit's own, or the copies.
@@ -211,7 +211,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
 
 
 def _refill(runtime: Runtime, unit: Unit) -> bool:
-    """Start an unshard with the present values, and return True if a running backward needs the unit afterwards. Collective."""
+    """Start an unshard with the present values; return True if a running backward needs the unit afterwards. Collective."""
     keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
     if unit.state is not State.SHARDED:
         # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
@@ -240,7 +240,9 @@ def _enter_unit(entry: GatheredUnit) -> None:
                 flat.mirror()
             entry.unsharded_params = [flat.unsharded_params for flat in unit.flats]
             entry.buffers = [flat.full for flat in unit.flats]
-            if not unit.gathers:  # these are views of the shards: edits must be undone if they are not written back
+            if (
+                not unit.gathers
+            ):  # the parameters are views of the shards: edits that are not written back must be undone
                 with torch.inference_mode(False):
                     entry.backup = [flat.shard.clone() for flat in unit.flats]
         else:
@@ -268,7 +270,7 @@ def _copy(entry: GatheredUnit) -> None:
     unit, device = entry.unit, entry.request.device
     for number, flat in enumerate(unit.flats):
         likes: Sequence[torch.Tensor] = flat.params
-        if entry.overlay:  # with what was edited in the enclosing call
+        if entry.overlay:  # with the edits of the enclosing call
             full, likes = unit.gathered_calls[-1].buffers[number], flat.unsharded_params
         else:
             full = full_flat(flat, unit.gather_text)
@@ -374,7 +376,7 @@ def _leave(runtime: Runtime, entry: GatheredUnit) -> None:
 
 
 def apply(model: nn.Module, runtime: Runtime, fn: Callable[[nn.Module], Any]) -> None:
-    """Carry out ``model.apply(fn)`` with full parameters, children first; what `fn` changes is kept. Collective.
+    """Carry out ``model.apply(fn)`` with full parameters, children first, and keep the changes of `fn`. Collective.
 
     In each call the module's own parameters are full, and those of its children, too, if all of them are in one unit.
     Otherwise `fn` sees the children's parameters sharded, on which elementwise edits work.

@@ -38,7 +38,7 @@ class Request:
 class GatheredUnit:
     """One unit inside one ``gathered``.
 
-    There is one also on ranks that get no values, so that all ranks decide on nested calls alike.
+    Ranks that get no values have one, too, so that all ranks decide on nested calls alike.
 
     Attributes:
         unit: the gathered unit.
@@ -49,8 +49,8 @@ class GatheredUnit:
         overlay: True if the enclosing ``gathered`` gives all ranks the values, and copies of these take their place meanwhile.
         keep: True if a running backward needs the unit afterwards.
         unsharded_params: the parameters in the modules, by flat buffer.
-        buffers: the memory of these, by flat buffer.
-        covered: each ``flat.unsharded_params`` from before.
+        buffers: the memory of these parameters, by flat buffer.
+        covered: the former ``unsharded_params`` of each flat buffer.
         wants: ``requires_grad`` of `unsharded_params` at the beginning.
         hooks: handles of the hooks that refuse a backward.
         backup: the shards' values at the beginning, where the unsharded parameters are views of the shards.
@@ -166,7 +166,7 @@ def _write(gathered: GatheredUnit) -> None:
 def _to_shards(
     gathered: GatheredUnit, flat: FlatBuffer, full: torch.Tensor | None, into: torch.Tensor, what: str
 ) -> None:
-    """Fill `into` with this rank's shard of `full`, which ranks without values don't have. Collective."""
+    """Fill `into` with this rank's shard of `full`, which is None on ranks without values. Collective."""
     if gathered.request.ranks is not None:
         scatter_shards(flat, full, into, gathered.request.ranks[0], what)
         return
