@@ -86,7 +86,7 @@ class Backwards:
 
         def begin(grad: torch.Tensor) -> None:
             if self._called:
-                self.arm()
+                self._arm()
 
         if any(param.requires_grad for flat in self.runtime.flats for param in flat.params):
             for tensor in _made_by_forward(outputs):
@@ -96,7 +96,7 @@ class Backwards:
         """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
         runtime, unit = self.runtime, use.unit
         if unit.gathers or unit.holds_gradients():
-            self.arm()
+            self._arm()
         if runtime.in_backward is not None:
             runtime.in_backward.note_reached(use)
         if not unit.gathers:
@@ -122,7 +122,7 @@ class Backwards:
         """Surround a user's call of ``torch.autograd.backward``, of whichever model.
 
         Changes of deferred gradients before the call were made by the user, those inside by the backward. Where the user's
-        change is an error, :meth:`arm` raises it once the backward comes to this engine, because it does not concern other
+        change is an error, :meth:`_arm` raises it once the backward comes to this engine, because it does not concern other
         models.
         """
         if self._called:  # with sharded `inputs`, torch calls itself once more, through ``__torch_function__``
@@ -158,7 +158,7 @@ class Backwards:
                 for flat in runtime.flats:
                     flat.gradients.accumulation.keep()
 
-    def arm(self) -> None:
+    def _arm(self) -> None:
         """Begin this engine's backward, unless it runs already, and have :meth:`end_backward` called when its graph task ends."""
         runtime, task = self.runtime, graph_task()
         if task in self._tasks:
@@ -230,7 +230,7 @@ class Backwards:
         `unshared`: nobody else refers to the gradient.
         """
         if graph_task() not in self._tasks:
-            self.arm()
+            self._arm()
         if unit.recomputes:
             unit.end_recomputation()
         # A unit of which this use has saved nothing may be prefetched for an earlier use, and is not waited for.

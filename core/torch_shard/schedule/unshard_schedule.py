@@ -114,7 +114,7 @@ class UnshardSchedule(Generic[UnitT]):
 
     def _follow(self, unit: UnitT, event: Event) -> None:
         if event[0] == BACKWARD and not event[2]:
-            self.pass_over(event)
+            self._pass_over(event)
         self._note(event)
         if not self.order.advance(event):
             self.operations.check(f"the agreement to gather unit {unit.name!r}, which did not follow here before")
@@ -123,7 +123,7 @@ class UnshardSchedule(Generic[UnitT]):
         phase, index, _ = event
         self.operations.note(phase * 1_000_003 + index + 17, self.units[index].event_texts[phase])
 
-    def pass_over(self, until: Event | None) -> None:
+    def _pass_over(self, until: Event | None) -> None:
         """Take part in the unshards that are predicted before `until` (None: before the end of backward). Collective.
 
         A part of the model may be in the loss of other ranks only, which need these unshards.
@@ -138,7 +138,7 @@ class UnshardSchedule(Generic[UnitT]):
     def end_backward(self) -> None:
         """Take part in the remaining unshards of other ranks, when the last node has run on this rank. Collective."""
         if self.order.phase == BACKWARD and not self.fresh_backward:
-            self.pass_over(None)
+            self._pass_over(None)
 
     # -- reshard ------------------------------------------------------------------------------------------------
     @staticmethod

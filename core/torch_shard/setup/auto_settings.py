@@ -124,14 +124,14 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
     known = None if name is None else device_called(name)
     if known is not None or name is None:
         command += ["--device", "cpu" if known is None else known.name]
-    code, printed, said = _run([*command, *_program()])
+    code, stdout, stderr = _run([*command, *_program()])
     if code not in (0, 1):
-        logger.warning("the plan of this script has failed:\n%s", said)
-        last = said.strip().splitlines()[-1:] or ["no message"]
+        logger.warning("the plan of this script has failed:\n%s", stderr)
+        last = stderr.strip().splitlines()[-1:] or ["no message"]
         raise errors.TraceError(
             f"{last[0].removeprefix('torch-shard: ')} Name a strategy, or remove what can't be planned."
         )
-    found = json.loads(printed)
+    found = json.loads(stdout)
     best: dict[str, Any] = found["candidates"][0]
     if code == 1:
         raise BudgetError(
@@ -151,7 +151,7 @@ def _run(command: list[str]) -> tuple[int, str, str]:
         command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     ) as process:
         try:
-            printed, said = process.communicate(timeout=_LONGEST)
+            stdout, stderr = process.communicate(timeout=_LONGEST)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if not isinstance(error, subprocess.TimeoutExpired):
@@ -160,7 +160,7 @@ def _run(command: list[str]) -> tuple[int, str, str]:
                 f"the plan of this script has not ended within {_LONGEST:g} s. Name a strategy, or see where the script waits: "
                 "torch-shard plan."
             ) from None
-    return process.returncode, printed, said
+    return process.returncode, stdout, stderr
 
 
 def _program() -> list[str]:

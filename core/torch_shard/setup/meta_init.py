@@ -58,7 +58,7 @@ class Materialiser:
             before, done = random_state(self.collectives.device), set(self.done)
             try:
                 for module in modules:
-                    self.run_one(module)
+                    self._run_one(module)
                 return
             except NeedsGatherError as error:
                 if distributed is not None:
@@ -86,7 +86,7 @@ class Materialiser:
         for first in firsts.values():
             _mark(first)
         for module in sorted(dict.fromkeys(owners), key=lambda m: self.order[id(m)]):
-            self.run_one(module)
+            self._run_one(module)
         for name, first in firsts.items():
             if _is_marked(first):
                 raise _uninitialised(self.collectives.world_rank, name)
@@ -101,12 +101,12 @@ class Materialiser:
         unit.install()
         try:
             for module in modules:
-                self.run_one(module)
+                self._run_one(module)
         finally:
             unit.uninstall()
             unit.dismiss()
 
-    def run_one(self, module: nn.Module) -> None:
+    def _run_one(self, module: nn.Module) -> None:
         """Initialise the parameters that `module` holds directly, unless it was done or one has no memory yet.
 
         Parameters that have values keep them.
@@ -144,7 +144,7 @@ class Materialiser:
                         f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=."
                     )
                 self.filled |= {id(p) for p in module._parameters.values()}
-                self.run_one(module)
+                self._run_one(module)
 
     def check(self) -> None:
         """Raise for a parameter that no initialisation has filled."""
