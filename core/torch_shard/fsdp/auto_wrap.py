@@ -1,4 +1,4 @@
-"""Finds the modules that an ``auto_wrap_policy`` chooses, and registers their wrappers in their places."""
+"""The modules that an ``auto_wrap_policy`` chooses, and the registration of wrappers in their places."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _around(module: nn.Module, request: Request) -> nn.Module | None:
         )
     if not roots:
         return None
-    # Inner ones come later.
+    # Inner modules come later.
     return [*roots, *(_plain(part) for _, part, _ in marks_in(roots[0]) if _holds(part, module))][-1]
 
 
@@ -211,7 +211,7 @@ def override_settings(overriding: Callable[[nn.Module], Mapping[str, Any]]) -> N
 def _shard(root: nn.Module) -> Engine:
     mark = mark_on(root)
     request = mark.request
-    # The user may have registered a wrapper at some of its layer's places only: its parameters would be installed twice.
+    # The user may have registered a wrapper in only some of its layer's places, so that parameters would be installed twice.
     auto_wrap.register(root, [m for m in root.modules() if _plain(m) is not m])
     inside = marks_in(root)
     _refuse_own_grads(root, mark)

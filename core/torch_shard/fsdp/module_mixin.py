@@ -35,7 +35,7 @@ class WrappedModule:
 
         Collective if full tensors are asked for, or if the model is not sharded yet: it is sharded first.
         """
-        # In a call for a module around this one only the root may shard: else half of the result would be from before sharding.
+        # In the state dict of an outer module only the root may shard: else half of the result would be from before sharding.
         inside = bool(args) or kwargs.get("destination") is not None
         module: Any = self
         root = deferred_wrap.root_of(module)
@@ -94,7 +94,7 @@ def _shard_zeros(module: nn.Module) -> None:
         mark.request = request
 
 
-# By wrapper's and wrapped module's class: the class made of both. One for each pair, so that equal modules have one type.
+# The class made of a wrapper's and a wrapped module's class: one for each pair, so that equal modules have one type.
 _classes: dict[tuple[type, type], type] = {}
 
 

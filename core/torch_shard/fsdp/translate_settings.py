@@ -1,4 +1,4 @@
-"""Translates the arguments of FullyShardedDataParallel and fully_shard.
+"""Translation of the arguments of FullyShardedDataParallel and fully_shard.
 
 Each call becomes a :class:`Request`. The requests of all wrapped modules of a model become the arguments of
 :func:`torch_shard.shard`.
@@ -40,14 +40,14 @@ _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
 
 @dataclass(frozen=True)
 class Request:
-    """What one call asks for one module.
+    """The settings that one call asks for one module.
 
     Attributes:
         api: the name of the function that was called, for messages.
         mesh: the ``mesh`` of :func:`torch_shard.shard`.
         strategy: a name of ``ShardConfig.strategy``; None if `reshard` decides.
         reshard: fully_shard's ``reshard_after_forward``.
-        precision: None if nothing is cast.
+        precision: the dtypes; None if nothing is cast.
         prefetch: the number of units that are gathered ahead.
         sync: True if rank 0's values are sent to all ranks.
         init_fn: a function that fills modules on the meta device.
@@ -110,9 +110,9 @@ def of_fsdp(given: Mapping[str, Any], has_policy: bool) -> Request:
     api = "FullyShardedDataParallel"
     kinds = {"sharding_strategy": ShardingStrategy, "cpu_offload": CPUOffload, "mixed_precision": MixedPrecision}
     _check_types(api, given, kinds)
-    for one, other in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
-        if given[one] is not None and given[other] is not None:
-            raise ConfigError(f"{api}: {one} and {other} mean the same thing; pass one of them.")
+    for first, second in (("process_group", "device_mesh"), ("ignored_modules", "ignored_states")):
+        if given[first] is not None and given[second] is not None:
+            raise ConfigError(f"{api}: {first} and {second} mean the same thing; pass one of them.")
     backward, forward = given["backward_prefetch"], given["forward_prefetch"]
     reasons = {}
     ahead = forward or backward is BackwardPrefetch.BACKWARD_PRE
@@ -269,7 +269,7 @@ def _ignored(root: nn.Module, requests: list[Request]) -> tuple[nn.Module | nn.P
 
 
 def _init_fn(requests: list[tuple[nn.Module, Request]]) -> Callable[[nn.Module], None] | None:
-    """Return a function that initialises a module as the innermost wrapped module around it says.
+    """Return a function that initialises a module by the ``init_fn`` of the innermost wrapped module around it.
 
     `requests` are the wrapped modules with their requests, outer ones first.
     """
@@ -299,7 +299,7 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def _initialise_from_meta(module: nn.Module, init_fn: Callable[[nn.Module], None], empty: set[str]) -> None:
     """Call `init_fn` on a module whose `empty` tensors are on meta, as torch does, and keep the values in their own memory.
 
-    The tensors have memory already. ``to_empty()`` puts them in, and what else replaces one is copied to it.
+    The tensors have memory already. ``to_empty()`` puts them in, and the values of any other replacement are copied to them.
     """
     places = [(own, name, own[name]) for own in _tensors(module) for name in own if name in empty]
 
@@ -330,7 +330,7 @@ def _initialise_from_meta(module: nn.Module, init_fn: Callable[[nn.Module], None
 
 
 def zeros(module: nn.Module) -> None:
-    """Fill what one module holds itself with zeros; a ``param_init_fn`` for code that loads values later."""
+    """Fill the tensors that a module holds itself with zeros; a ``param_init_fn`` for code that loads values later."""
     module.to_empty(device=None, recurse=False)
 
 

@@ -60,7 +60,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
     A model that doesn't train has no step to plan, and gets ``full_shard``, which takes the least memory.
 
     Args:
-        model, config, mesh: those of ``shard()``. The ranks must be all of them.
+        model, config, mesh: the arguments of ``shard()``. The mesh must have all ranks.
         recomputes: True if layers of the model recompute activations already.
 
     Raises (on all ranks):
@@ -109,7 +109,7 @@ def choose_settings(model: nn.Module, config: ShardConfig, mesh: Any, recomputes
 
 
 def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str, Any]:
-    """Return the best candidate of ``torch-shard plan --json`` for this program, with :attr:`Chosen.smaller`."""
+    """Return the best candidate of ``torch-shard plan --json`` for this program, with "smaller" as :attr:`Chosen.smaller`."""
     if PLANNING in os.environ:
         raise errors.TraceError(
             "the script starts processes that shard; only what it does in its own process can be planned."

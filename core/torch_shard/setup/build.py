@@ -65,7 +65,7 @@ def build(model: nn.Module, config: ShardConfig, mesh: Any) -> tuple[Runtime, Pl
                 _fill(setup)
                 _register(setup)
             except BaseException as error:
-                # If a rank is absent, the consensus raises an error that the other ranks need not have.
+                # If a rank is absent, the consensus raises an error on this rank that other ranks may not raise.
                 own = error is setup.error or isinstance(error, SetupError)
                 setup.undo.all_failed = own or setup.collectives.world == 1
                 setup.error = None  # its traceback refers to this frame

@@ -134,7 +134,7 @@ def agree(c: Collectives, model: nn.Module, plan: Plan | None, config: ShardConf
 
 
 def fail_together(c: Collectives, error: Exception | None, digest: int = 0) -> bool:
-    """Raise on every rank if `error` is given on one: there that error, elsewhere one that names the rank. Collective.
+    """Raise on every rank if `error` is given on one: that error there, and one that names the rank elsewhere. Collective.
 
     Returns:
         True if `digest`, of 63 bits, is the same on all ranks.
@@ -178,7 +178,7 @@ _FILES = "what is read from files"
 
 
 def _settings(c: Collectives, model: nn.Module, config: ShardConfig) -> dict[str, str]:
-    """Return what must be equal on all ranks besides the plan, as texts that are equal if the settings are."""
+    """Return texts about all that must be equal on all ranks besides the plan; they are equal if the settings are."""
     found = {field: f"{field} is {getattr(config, field)!r}" for field in _EQUAL}
     return found | {_REPLICAS: f"{c.topology}", _DEVICE: f"the model is on {c.device.type}", _FILES: described(model)}
 

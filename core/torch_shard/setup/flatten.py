@@ -1,4 +1,4 @@
-"""Turns parameters into flat shards: groups them, allocates the shards, and copies the values."""
+"""The way of parameters into flat shards: they are grouped, the shards are allocated, and the values copied."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def groups_of(unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]) ->
     """Return the groups of a unit's parameters that share a flat buffer, with their layouts.
 
     If tensor parallelism cuts parameters, the layouts are of this rank's parts. Such parameters have flat buffers of their own,
-    because other ranks share them than share the rest.
+    because they are shared by other ranks than the rest.
     """
 
     def meta(info: ParamInfo) -> ParamMeta:

@@ -1,9 +1,9 @@
 """A parameter on the meta device whose values are read later, and what may be done to it until then.
 
-Nothing can be written on meta, so an in-place edit would be silently lost. The parameter's version counter tells of edits, but
-not of edits through ``.data``, which has a counter of its own. So the parameter has a class whose ``.data`` shares its counter.
-The class also follows conversions to other dtypes, which wait for the same values, rounded. Other results have no values, and
-can't become the parameter's ``.data``.
+Nothing can be written on meta, so an in-place edit would be silently lost. The parameter's version counter shows edits, but not
+those through ``.data``, which has a counter of its own. So the parameter has a class whose ``.data`` shares its counter. The
+class also follows conversions to other dtypes: their results wait for the same values, rounded. Results of other functions have
+no values, and can't become the parameter's ``.data``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Deferred:
     """Values that are read when the parameter is sharded.
 
     Attributes:
-        full: returns all values; a view of a mapped file if nothing has to be computed.
-        origin: a text that says what the values are and where they come from; equal on all ranks that read the same.
+        full: a function that returns all values; a view of a mapped file if nothing has to be computed.
+        origin: a text that says what the values are and where they come from; equal on all ranks that read the same values.
         casts: dtypes to which the values are rounded, one after the other, before the parameter's own.
         filled: a function that is called when all parameters have their values, once even if several parameters have it.
     """

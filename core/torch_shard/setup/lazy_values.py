@@ -1,8 +1,8 @@
-"""Fills parameters whose values are in files: when the model is sharded, each rank reads its shards.
+"""The values of parameters in files: when the model is sharded, each rank reads its shards.
 
-The parameter itself says where its values are, so that it may be moved to other modules and names before. Files are mapped, so
+The parameter itself knows where its values are, so that it may be moved to other modules and names before. Files are mapped, so
 that only pages with this rank's shards are read, and values are copied straight to their place. Ranks that would read different
-files are found before anything changes, so that nothing has to be sent.
+files are found before anything changes, so that no values have to be sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .lazy_param import Deferred, attributes_of, deferred_of, forget, has_lost_v
 
 
 def refuse_altered(params: Mapping[str, nn.Parameter], rank: int) -> None:
-    """Raise if the model has values in files, and a parameter was changed since, so that they are not the right ones any more.
+    """Raise if the model has values in files, and a parameter was changed since, so that these values are wrong now.
 
     A parameter on meta without values is refused, too: it may be a copy, resized, or an adapter that a library has moved to meta
     after filling it, so that an initialisation would be silently wrong.

@@ -1,9 +1,9 @@
-"""Initialises parameters on the meta device, one unit at a time.
+"""The initialisation of parameters on the meta device, one unit at a time.
 
-Modules are initialised by `reset_parameters` or the user's `init_fn`, on the sharded parameters at first. There a constant fill
+Modules are initialised by `reset_parameters` or the user's `init_fn`, at first on the sharded parameters. There a constant fill
 touches only this rank's shard, and a random fill draws the values of the full parameter and keeps the shard, so that a seed gives
-the values that it gives in plain torch. An initialisation that needs full parameters (orthogonal, a zeroed padding row) is run
-again on them, from the same state of the random generators.
+the same values as in plain torch. An initialisation that needs full parameters (orthogonal, a zeroed padding row) is run again on
+full ones, from the same state of the random generators.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _uninitialised(rank: int, name: str, module: str = "its module", attribute: 
 
 @contextmanager
 def one_random_state(c: Collectives, wanted: bool) -> Iterator[None]:
-    """Let all ranks draw rank 0's random numbers inside; afterwards a rank that had another state goes on with that."""
+    """Let all ranks draw rank 0's random numbers inside; afterwards a rank that had another state gets that back."""
     if not wanted or c.world == 1:
         yield
         return

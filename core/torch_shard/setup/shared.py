@@ -23,7 +23,7 @@ from .meta_init import Materialiser
 from .undo import Undo
 
 Group = tuple[list[ParamInfo], FlatLayout]
-"""Parameters of one unit that are flattened together, and how."""
+"""Parameters of one unit that share a flat buffer, and its layout."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,9 @@ class Setup:
     groups: list[list[Group]] = field(init=False)  # by unit
 
     # agree
-    on_meta: list[bool] = field(init=False)  # by unit: no rank has values for any parameter, in memory or in files
+    on_meta: list[bool] = field(
+        init=False
+    )  # by unit: True if no rank has values for any of its parameters, in memory or in files
     with_values: set[str] = field(init=False)  # parameters that have values on some rank
     sent: set[str] = field(init=False)  # parameters that have values on rank 0, which its broadcast sends
     seed: int = field(init=False)  # the seed of stochastic rounding
@@ -64,7 +66,7 @@ class Setup:
     # fill
     buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)  # those that modules are to hold
     has_buffers: bool = False  # some buffers are the same on all ranks
-    rank_own: frozenset[str] = frozenset()  # names of buffers that each rank has its own of
+    rank_own: frozenset[str] = frozenset()  # names of buffers that differ between the ranks
     coalesced: Coalesced = field(default_factory=list)  # memory for the broadcast of rank 0's buffers
 
     def attempt(self, function: Callable[..., Any], *args: Any) -> Any:

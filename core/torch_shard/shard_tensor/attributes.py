@@ -37,7 +37,7 @@ def gradient_holder(unit: Any, param: Any) -> Any:
 
 
 def as_gradient(value: Any, param: ShardTensor) -> Any:
-    """Return what ``param.grad = value`` assigns: of a full plain tensor a copy of this rank's shard.
+    """Return the gradient that ``param.grad = value`` assigns: a copy of this rank's shard if `value` is a full plain tensor.
 
     Call it with ``__torch_function__`` disabled.
 
@@ -163,4 +163,4 @@ HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     _T.register_post_accumulate_grad_hook: _register_hook,
     torch._has_compatible_shallow_copy_type: _may_assign_data,  # type: ignore[attr-defined]
 }
-"""By torch function, what runs in its place, called with ``(function, args, kwargs)``."""
+"""The replacements of torch functions, by function, called with ``(function, args, kwargs)``."""

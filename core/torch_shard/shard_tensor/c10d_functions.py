@@ -1,7 +1,7 @@
 """Collectives of torch.distributed that a user calls with ShardTensors: ``dist.all_reduce(p.grad)``, ``dist.broadcast(p, 0)``.
 
-Each rank gives the full tensor, as it would without sharding, and keeps its shard of the result. So the result is that of
-plain tensors which are equal on all ranks: a sum is the tensor times the number of ranks.
+Each rank passes the full tensor, as it would without sharding, and keeps its shard of the result. So the result is that of plain
+tensors that are equal on all ranks: a sum is the tensor times the number of ranks.
 
 On torch 2.11 some of these functions (``broadcast``, ``gather``) do not ask ``__torch_function__``, and are errors there.
 Tested on torch 2.11, 2.13 and 2.14.
@@ -23,7 +23,7 @@ _KEPT = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced broadcast gather
 gather_single
 """
-# These give each rank another result, which would not be the shards of one tensor.
+# These give each rank a different result, and the ranks' shards of these would not be those of one tensor.
 _REFUSED = "irecv isend recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter send"
 
 
@@ -44,10 +44,10 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}")
     work = call.run(sharded, copies)
     if isinstance(work, dist.Work):
-        # async_op=True: nothing would copy the result later. Hazard: NCCL writes on a stream of its own; this makes the current
-        # stream wait for it before the copies below.
+        # With async_op=True nothing would copy the result later. Hazard: NCCL writes on a stream of its own; the current stream
+        # waits for it here, before the copies below.
         work.wait()
-    # All are copied back, because these functions don't count what they write in the tensors' versions.
+    # All copies are copied back, because these functions don't increment the versions of tensors that they write to.
     with torch.no_grad():
         for t, copy in zip(sharded, copies, strict=True):
             t.copy_(copy)
@@ -57,4 +57,4 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 COLLECTIVES: dict[Any, Callable[[Any, Any, Any], Any]] = {
     getattr(dist, name): _collective for name in f"{_KEPT} {_REFUSED}".split() if hasattr(dist, name)
 }
-"""By function of torch.distributed, what runs in its place."""
+"""The replacements of functions of torch.distributed, by function."""

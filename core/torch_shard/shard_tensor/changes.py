@@ -1,4 +1,4 @@
-"""Changes of sharded parameters in place, as partners that read see them: one change, or edits whose values are known."""
+"""In-place changes of sharded parameters, for ranks that read alone: changes of unknown values, and edits of known ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Origin(NamedTuple):
-    """What a copy of a parameter's shard was made of (see :mod:`torch_shard.comm.one_sided.edits`).
+    """The origin of a copy of a parameter's shard (see :mod:`torch_shard.comm.one_sided.edits`).
 
     Attributes:
         unit_ref: weak reference to the parameter's unit.
-        name: the parameter.
+        name: the parameter's name.
         version, number: the version of the model, and the number of the parameter's values in it.
         copied: the version counter of the copy.
     """
@@ -38,9 +38,9 @@ class Origin(NamedTuple):
 
 
 def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the shards of parameters among `targets` are written to, as one change for partners that read.
+    """Return a context for writing to the shards of parameters among `targets`, as one change for ranks that read alone.
 
-    `sources`: what is copied into the targets, one each; empty for any other change.
+    `sources`: the tensors that are copied into the targets, one for each; empty for any other change.
     """
     # Gradients and optimizer state, the targets of most operations, have no unit.
     found: dict[Versions, list[tuple[ShardTensor, Any]]] = defaultdict(list)
@@ -51,7 +51,7 @@ def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.
         return _NOTHING
     stack = contextlib.ExitStack()
     for versions, pairs in found.items():
-        known = sources and versions.tracks_edits and not versions.changing  # what is part of another change is no edit
+        known = sources and versions.tracks_edits and not versions.changing  # a part of another change is no edit
         values = [_values(target, source, versions) for target, source in pairs] if known else [None]
         if any(value is None for value in values):
             stack.enter_context(versions.change())

@@ -1,8 +1,8 @@
-"""How a tensor was computed from parameters, which gives one rank alone its full values.
+"""How a tensor was computed from parameters, by which one rank alone can compute its full values.
 
 A function of parameters that works element by element (``p.abs()``, ``p.float()``, ``p * 2``) runs on shards, and returns a
-ShardTensor without a unit. To read all of that takes every rank's shard. All ranks together gather it. One rank alone, whose
-partners may never have computed it, computes it anew from the full parameters that it reads (:mod:`torch_shard.comm.one_sided`).
+ShardTensor without a unit. All ranks together gather such a tensor. One rank alone can't, because the others may never have
+computed it: it computes the tensor anew from the full parameters, which it reads (:mod:`torch_shard.comm.one_sided`).
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Derivation:
     @property
     def recipe(self) -> int:
         """See :attr:`.FunctionCall.recipe`; 0 if the call is not known."""
-        if self._recipe is None:  # made once: many calls may lie between parameters and the tensor
+        if self._recipe is None:  # cached, since the chain of calls may be long
             self._recipe = 0 if self.call is None else self.call.recipe
         return self._recipe
 
     @property
     def is_current(self) -> bool:
-        """True if neither the operands nor the result were edited since then."""
+        """True if neither the operands nor the result were edited since the call."""
         return (
             self.call is not None
             and self._model == self._version_of_model()
@@ -95,8 +95,8 @@ def note(call: FunctionCall, results: Iterable[Any], operands: Iterable[list[Any
 
     Args:
         call: the call.
-        results: its results; several for a function of lists.
-        operands: the tensors that were combined for each of them.
+        results: the call's results; several for a function of lists.
+        operands: the tensors that were combined for each result.
     """
     for position, (new, combined) in enumerate(zip(results, operands, strict=False)):
         if not isinstance(new, ShardTensor) or new._unit_ref is not None or any(new is t for t in combined):

@@ -36,7 +36,7 @@ bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshif
 __ixor__ __ilshift__ __irshift__ xlogy special_xlog1py logaddexp logaddexp2 nextafter ldexp gcd lcm
 heaviside clamp clip clamp_min clamp_max lerp addcmul addcdiv where masked_fill isclose
 """
-# The derivatives of the above, which autograd calls.
+# Derivatives of these operators, which autograd calls.
 _BACKWARD = """
 sigmoid_backward tanh_backward threshold_backward gelu_backward silu_backward softplus_backward
 leaky_relu_backward elu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
@@ -240,13 +240,13 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
     ):
         raise gather_error((args, kwargs), func, "cannot be written into a plain tensor from shards")
 
-    def one(value: Any, spec: ShardSpec | None) -> Any:
+    def local_item(value: Any, spec: ShardSpec | None) -> Any:
         counter = fused and not isinstance(value, ShardTensor) and value.dim() == 0
         return value if spec is None or counter else _local(value, spec, func)
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [one(v, spec) for v, spec in zip(value, specs, strict=bool(value))]
+            return [local_item(v, spec) for v, spec in zip(value, specs, strict=bool(value))]
         if isinstance(value, ShardTensor):
             raise gather_error((args, kwargs), func)
         return value  # a number, or one 0-dim tensor for the whole list

@@ -1,15 +1,6 @@
-"""The classes of parameters that tensor parallelism (``parallelize_module``) has distributed as DTensors.
+"""The classes of parameters that tensor parallelism has distributed as DTensors (:mod:`torch_shard.layout.dtensor_placement`).
 
-::
-
-    user's parameter       ShardTensor of the DTensor's global shape, in the same object   between steps
-    flat buffer            this rank's local tensors, sharded over the data-parallel group
-    unsharded parameter    a DTensor over a view of the full buffer                        what modules compute with
-
-Sharding cuts the local tensors, and only the ranks of one data-parallel group, which have the same part, share it (see
-:mod:`torch_shard.layout.rank_topology`). The computation is DTensor's own.
-
-This rests on private names of torch: DTensor's slots, ``_local_tensor`` and ``_spec`` among them. Tested on torch 2.13.
+This uses private names of torch: DTensor's slots, ``_local_tensor`` and ``_spec`` among them. Tested on torch 2.13.
 """
 
 from __future__ import annotations
@@ -61,7 +52,7 @@ def unsharded_parameter(placed: Placed, local: torch.Tensor) -> Any:
 
 
 def _parameter(tensor: Any) -> Any:
-    tensor._is_param = True  # which makes it an nn.Parameter for isinstance()
+    tensor._is_param = True  # makes it an nn.Parameter for isinstance()
     return tensor
 
 

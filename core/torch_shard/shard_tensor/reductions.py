@@ -80,7 +80,7 @@ def _one(func: Any, args: Any, kwargs: Any) -> tuple[ShardSpec, torch.Tensor, di
 
 
 def _plain(func: Any, spec: ShardSpec, local: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """Make plain torch reduce an empty tensor, or raise for a dtype; there is nothing to communicate."""
+    """Let plain torch reduce an empty tensor, or raise for a dtype; there is nothing to communicate."""
     return func(local.new_empty(spec.shape), *args[1:], **kwargs)
 
 
@@ -205,10 +205,10 @@ def unscale_and_check(func: Any, args: Any, kwargs: Any) -> None:
     shards = [t._local if isinstance(t, ShardTensor) else t for t in gradients]
     if found_inf.device.type == "cpu":
         # The gradients are in host memory, and the scale of the GradScaler is on the GPU: the scaler has started copies of
-        # scale and `found_inf` to the host. Hazards: reading the scale before it has arrived, and writing `found_inf` before.
+        # scale and `found_inf` to the host. Hazards: reading the scale, or writing `found_inf`, before its copy has ended.
         current_streams().finish()
     func(shards, found_inf, inverse_scale)
-    # The operator does not increment versions itself, by which the engine knows if a cached norm is still right.
+    # The operator does not increment versions itself, by which the engine knows whether a cached norm is still right.
     torch.autograd.graph.increment_version(shards)
     comms = {id(t._spec.comm): t._spec for t in gradients if isinstance(t, ShardTensor)}
     for spec in comms.values():

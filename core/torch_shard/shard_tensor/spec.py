@@ -1,4 +1,4 @@
-"""The specification of a ShardTensor: its shard of which parameter, and how to cut that shard out of a full tensor."""
+"""The specification of a ShardTensor: the parameter, this rank's shard of it, and how to cut that out of a full tensor."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ShardSpec:
         index: the parameter's position in ``layout.slots``.
         rank: this rank's position in ``layout``.
         comm: collectives over the ranks that share the parameter.
-        part: the part that the layout places, if tensor parallelism cuts the parameter; None if it places the full one.
+        part: the part that the layout places, if tensor parallelism cuts the parameter; None if the layout places all of it.
         name, shape, stride, numel: the full parameter's name, shape, strides and number of elements.
-        start, stop: this rank's elements, in memory order, of what the layout places.
+        start, stop: this rank's elements, in memory order, of the parameter or the part that the layout places.
         length: the number of these elements.
         cut: a key that is equal for two specs exactly if shape, strides and every rank's shard are equal.
     """
@@ -88,7 +88,7 @@ def boxes_in(values: torch.Tensor, order: Sequence[int], boxes: Iterable[Box]) -
     Args:
         values: the shard's elements, 1-D.
         order: the parameter's dimensions by descending stride.
-        boxes: into which :meth:`.FlatLayout.boxes` cuts the shard, moved or not.
+        boxes: the boxes into which :meth:`.FlatLayout.boxes` cuts the shard, moved or not.
     """
     inverse = sorted(range(len(order)), key=order.__getitem__)
     position = 0
@@ -152,9 +152,9 @@ def shard_of_full(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def shard_of_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return this rank's shard of what the layout places: a part of the parameter where tensor parallelism cuts it.
+    """Return this rank's shard of `full`, which is only a part of the parameter where tensor parallelism cuts that.
 
-    Otherwise the same as :func:`shard_of_full`.
+    Otherwise it does the same as :func:`shard_of_full`.
     """
     if spec.length == 0:
         return full.new_empty(0) if not full.requires_grad else full.reshape(-1)[:0]

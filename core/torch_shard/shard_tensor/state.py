@@ -35,15 +35,15 @@ class ShardState:
         converted: the tensor is a parameter, converted to another dtype or device.
         copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
-        outdated: the optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
-        lost: the tensor is a gradient that lacks what was deferred, because a backward has failed.
+        outdated: an optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
+        lost: the tensor is a gradient without the part that was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
         aside: `local` and `flat`, while they are unset.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
-        state_of: which state of an optimizer the tensor is, if it came with a ``state_dict()``.
+        state_of: the optimizer's state that the tensor is, if it came with a ``state_dict()``.
     """
 
-    # Every gradient of every step makes an object. Few set these, and values of the class spare the others the assignments.
+    # Every gradient of every step makes an object. Few set these attributes, and class attributes spare the rest the assignments.
     origin: Derivation | None = None
     converted = False
     copied_from: Origin | None = None
@@ -73,7 +73,7 @@ class ShardState:
             waits_for = self.waits_for
             if waits_for is not None:
                 waits_for.wait()
-                if not waits_for:  # it has not reached a tensor that is about to be collected
+                if not waits_for:  # the writes have ended without this tensor, which is about to be collected
                     self.give_back()
             return object.__getattribute__(self, name)  # also if another thread has waited and set it just now
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -101,7 +101,7 @@ class ShardState:
         self.waits_for = self.aside = None
 
     def copy_marks(self, other: ShardState) -> None:
-        """Take over what `other` knows of the gradient or result of which this tensor is a copy."""
+        """Copy the marks of `other`, the state of the gradient or result of which this tensor is a copy."""
         self.origin = None if other.origin is None else other.origin.forgotten
         self.converted = other.converted
         self.unreduced, self.outdated, self.lost = other.unreduced, other.outdated, other.lost

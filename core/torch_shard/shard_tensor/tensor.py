@@ -89,8 +89,7 @@ class ShardTensor(torch.Tensor):
         return cls._wrap(shard_of_full(full.detach(), spec).clone(), spec)
 
     # -- the gradient and the values ------------------------------------------------------------------------------
-    # Every step reads and clears each `.grad`: a property costs a fraction of `__torch_function__`, and each call that it makes
-    # counts.
+    # Every step reads and clears each `.grad`. A property costs a fraction of `__torch_function__`, but each of its calls counts.
     @property
     def grad(self) -> Any:  # type: ignore[override]
         """The gradient: a ShardTensor, cut alike, or None."""
@@ -175,8 +174,8 @@ class ShardTensor(torch.Tensor):
     def _full_for_file(self) -> torch.Tensor | None:
         """Return the full tensor for a file that this rank writes, whatever the others do. Not collective.
 
-        None if this is no parameter, nor computed from some, nor from an optimizer's ``state_dict()``, nor a copy of these, or
-        can't be read alone.
+        Returns None if the values can't be read alone, and for a tensor that is no parameter, nor computed from some, nor from an
+        optimizer's ``state_dict()``, nor a copy of such a tensor.
         """
         named = self._shard_state.state_of
         if named is None:
@@ -212,7 +211,7 @@ class ShardTensor(torch.Tensor):
         return result
 
     def _plain(self) -> torch.Tensor | None:
-        """Return what plain torch has in place of this tensor, or None; see :meth:`_full_for_file`. Not collective."""
+        """Return the full tensor, as an ``nn.Parameter`` for a parameter; None as :meth:`_full_for_file`. Not collective."""
         full = self._full_for_file()
         if full is None or not getattr(self, "_is_param", False):
             return full
@@ -301,6 +300,6 @@ class ShardTensor(torch.Tensor):
         raise ValueError(f"rank {spec.world_rank} holds no part of {spec.name} at {tuple(index.offset)}.")
 
 
-# These modules import ShardTensor, so that it has to be there first; hence the package imports this module first.
+# These modules import ShardTensor, which has to be defined before. For the same reason the package imports this module first.
 from . import attributes, changes, derivation, dispatch, torch_function  # noqa: E402
 from .function_sets import DEVICE, DTYPE, GETTERS  # noqa: E402

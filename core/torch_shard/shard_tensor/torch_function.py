@@ -1,11 +1,11 @@
 """``__torch_function__`` of a ShardTensor, which sees functions before they are decomposed into operators.
 
 - Registrations of hooks and collectives of torch.distributed are intercepted.
-- *On demand*: for each function the parameter's unit decides if the unsharded parameter takes the ShardTensor's place. It is
-  told if shards would do.
+- *On demand*: for each function the parameter's unit decides whether the unsharded parameter takes the ShardTensor's place,
+  knowing whether shards would do.
 - A tensor that was computed from parameters on shards (`self.temp.exp()`) is gathered where a function needs it in full.
 - So are gradients and optimizer state, for functions that only read them (:mod:`.full_tensor`).
-- A function on shards can't give another, plain operand its gradient, and raises.
+- A function on shards that would have to give a plain operand a gradient raises.
 
 Below this level :mod:`.dispatch` decides what can be computed on shards.
 """
@@ -230,7 +230,7 @@ def _on_full_tensors(call: FunctionCall) -> Any:
     """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
     target = call.target
     if isinstance(target, ShardTensor) and _is_derived(target) and call.name not in IN_PLACE_OPERATORS:
-        # The function would edit the full tensor, which is not kept. `t += x` is right, since `t` becomes the result.
+        # The function would edit the full tensor, which is dropped. After `t += x`, `t` is the result, which is right.
         raise gather_error(call.tensors, call.name, "in place needs all of what was computed from it")
     derived = [t for t in call.sharded if _is_derived(t)]
     with _NoTorchFunction():
@@ -328,7 +328,7 @@ def _shards_suffice(call: FunctionCall) -> bool:
 
 
 def _combined(call: FunctionCall) -> list[list[Any]]:
-    """Return the groups of operands that are combined: one of all operands, or for functions of lists one a position."""
+    """Return the groups of operands that are combined: one of all operands; one for each position of a function of lists."""
     if call.name not in LISTS:
         return [call.tensors]
     lists = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, (list, tuple))]

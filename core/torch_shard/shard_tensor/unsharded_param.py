@@ -129,7 +129,7 @@ def refuse_recorded_edit(param: torch.Tensor, name: str, rank: int) -> None:
     gradient would be lost.
 
     Raises:
-        ShardError: the parameter was edited so; its graph has been dropped.
+        ShardError: the parameter was edited with such a value; its graph has been dropped.
     """
     if param.grad_fn is not None:
         param.detach_()

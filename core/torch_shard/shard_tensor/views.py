@@ -4,7 +4,7 @@ A shard is a range of a tensor's memory, and so is a view, unless it leaves gaps
 ``g[1:3]``, ``g.unsqueeze(0)``, each of ``g.split(2)``. A rank holds the intersection of its shard and the view's range. The
 view is a ShardTensor like any other, and an edit of it is an edit of the tensor. Nothing here is collective.
 
-torch itself tells the range: the operator runs on a meta tensor of the same shape and strides.
+torch itself computes the range: the operator runs on a meta tensor of the same shape and strides.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
         raise gather_error(args, func)
     spec = source._spec
     if name == "as_strided" and len(args) > 3 and not spec.layout.aligned:
-        raise gather_error(spec, func)  # the storage offset is one in the memory of the view's base
+        raise gather_error(spec, func)  # the storage offset counts from the beginning of the view's base
     like = torch.empty_strided(spec.shape, spec.stride, dtype=source._local.dtype, device="meta")
     try:
         found = func(like, *args[1:], **kwargs)
@@ -76,7 +76,7 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     # In inference mode, too, a view of an ordinary tensor is an ordinary tensor; see dispatch._alias.
     with torch.inference_mode(torch.is_inference_mode_enabled() and source.is_inference()):
         if isinstance(found, (list, tuple)):
-            return [_over(source, like, one, func) for one in found]
+            return [_over(source, like, each, func) for each in found]
         return _over(source, like, found, func)
 
 

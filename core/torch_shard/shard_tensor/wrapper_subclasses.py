@@ -30,7 +30,7 @@ def is_wrapper(value: Any) -> bool:
 
 @dataclass
 class Taken:
-    """The contents of a wrapper subclass; each of `parts` is a tensor, another Taken, or what stands for a tensor."""
+    """The contents of a wrapper subclass; each of `parts` is a tensor, another Taken, or an object that stands for a tensor."""
 
     cls: Any
     context: Any
@@ -39,7 +39,7 @@ class Taken:
     stride: tuple[int, ...]
 
     def map_parts(self, change: Callable[[Any], Any]) -> Any:
-        """Return this with each part replaced by ``change(part)``; a tensor again if all of these are tensors."""
+        """Return a copy with ``change(part)`` in place of each part; it is a tensor again if all of these are tensors."""
         parts = {name: change(part) for name, part in self.parts.items()}
         if all(isinstance(part, torch.Tensor) for part in parts.values()):
             return self.cls.__tensor_unflatten__(parts, self.context, torch.Size(self.shape), self.stride)

@@ -39,7 +39,7 @@ def state_dict(
         offload_to_cpu: all tensors are put on the CPU.
 
     Returns:
-        The module's own state dict, with what its hooks do, extra state and metadata. Tensors are full and plain, in new
+        The module's own state dict, with the effects of its hooks, extra state and metadata. Tensors are full and plain, in new
         memory, and the names of tied weights share one tensor.
     """
     what = "engine.state_dict"
@@ -87,8 +87,8 @@ def make_full(
 
     Args:
         runtime: the sharded model's runtime.
-        found: the state dict, which is changed. With `rank0_only` other ranks are left with other modules' entries alone.
-        rank0_only: only rank 0 gets values. Another rank gets none even if it reads alone, since it may only have come early.
+        found: the state dict, which is changed. With `rank0_only`, only entries of other modules are left on other ranks.
+        rank0_only: only rank 0 gets values. Another rank gets none, even if it reads alone, because it may only be early.
         offload_to_cpu: all tensors are put on the CPU.
         what: the operation, for messages.
         error: the reason why this rank cannot go on, if there is one.
@@ -163,8 +163,8 @@ def full_values(
     Args:
         entries: the result of :func:`entries_of`.
         what: the operation, for messages.
-        memory: uint8, on the engine's device. All values are gathered in it, so that they last until the next ones are asked
-            for. None for new memory.
+        memory: uint8, on the engine's device; all values are gathered in it, and last until the next ones are asked for. None
+            for new memory.
     """
     for flat, group in itertools.groupby(entries, lambda entry: entry.flat):
         if flat is not None:
@@ -343,7 +343,7 @@ def load_on_meta(model: nn.Module, given: Mapping[str, Any], strict: bool) -> Mi
             if child is not None:
                 visit(child, below.get(name, {}), f"{prefix}{name}.")
         if missing or unexpected:
-            # Such hooks may forgive a missing key; without one they need not run.
+            # Post-hooks may forgive a missing key; without missing keys they need not run.
             keys = nn.modules.module._IncompatibleKeys(missing, unexpected)
             for hook in module._load_state_dict_post_hooks.values():
                 if not notes_loads(hook):  # nothing is loaded

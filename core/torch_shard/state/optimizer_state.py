@@ -38,7 +38,7 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Return full optimizer state by parameter name, on the CPU. Collective.
 
-    A rank that calls it alone, while the others do something else, reads the state of element-wise optimizers from them.
+    A rank that calls this alone, while the others do something else, reads the state of element-wise optimizers from them.
 
     Args:
         runtime: the engine's runtime.
@@ -50,8 +50,8 @@ def optim_state_dict(
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own optimizer state dict
-        with names in place of numbers. If the optimizer has state that belongs to no parameter, ``"other_state"`` lists the
-        keys of that.
+        with names in place of numbers. If the optimizer has state that belongs to no parameter, ``"other_state"`` lists its
+        keys.
     """
     what = "engine.optim_state_dict"
     error: Exception | None = None
@@ -401,7 +401,7 @@ def groups_by_number(
 
 
 def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any], into: Any = None) -> Any:
-    """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits, or the entry if it has none.
+    """Return this rank's shard of an entry of `param`'s state, copied to `into` if that fits; or an entry that is not sharded.
 
     `counters` is what :func:`~..optim.registry.counters_in` finds in the full state, here and below.
     """
@@ -421,7 +421,7 @@ def own_shard(param: torch.Tensor, key: str, value: Any, counters: frozenset[Any
 
 
 def is_cut(param: torch.Tensor, key: Any, shape: torch.Size, counters: frozenset[Any]) -> bool:
-    """Return True if full state of this shape is sharded like its parameter. A number is not; every rank has it."""
+    """Return True if full state of this shape is sharded like its parameter; False for a number, which every rank has."""
     return isinstance(param, ShardTensor) and is_elementwise(param, key, shape, counters)
 
 
