@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..log import logger
 from ..numerics.dtypes import FLOATS
 from .autocast_params import is_cast
 from .checks import check_bools, checked_modules, modules_named
+from .param_dtypes import Dtypes
 
 if TYPE_CHECKING:
     from .shard_config import ShardConfig
@@ -49,8 +49,11 @@ def norms_in(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _packed_in(model: nn.Module) -> tuple[type[nn.Module] | str, ...]:
-    """Return the modules of `model` that directly hold weights in a packed format: integers or 8-bit values of two dimensions or
-    more. Their other tensors, scales for instance, belong to that format, and must not be cast."""
+    """Return the modules of `model` that directly hold weights in a packed format.
+
+    Such weights are integers or 8-bit values of two dimensions or more. The modules' other tensors, such as scales, belong to the
+    format, and must not be cast.
+    """
     tensors = {name: [*m._parameters.values(), *m._buffers.values()] for name, m in model.named_modules()}
     found = [name for name, own in tensors.items() if any(t is not None and _is_packed(t) for t in own)]
     return tuple(glob.escape(name) if name else type(model) for name in found)

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..config.param_dtypes import Dtypes
 from ..errors import ConfigError, UnavailableError
 from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.dtypes import FLOATS
 from .checks import check_bools, check_int, checked_modules, modules_named
+from .param_dtypes import Dtypes
 
 _CODES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 _LEAST_BLOCK = 16  # with fewer elements, the scales are a quarter of the message and more
@@ -119,5 +119,5 @@ class Quantized:
 
 
 def _wide(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype in which codes are made and read."""
+    """Return the dtype in which values are encoded and decoded."""
     return torch.float64 if torch.float64 in dtypes else torch.float32

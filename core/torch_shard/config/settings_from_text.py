@@ -50,7 +50,7 @@ class Setting:
 
 
 def flag(text: str) -> bool:
-    """Return what a word such as ``true`` or ``off`` means; raise ValueError for another word."""
+    """Return the bool that a word such as ``true`` or ``off`` stands for; raise ValueError for another word."""
     if text.lower() in _TRUE or text.lower() in _FALSE:
         return text.lower() in _TRUE
     raise ValueError
@@ -107,7 +107,7 @@ SETTINGS = (
     Setting("single_communicator", flag, FLAG_FORM),
     Setting("registered_memory", flag, FLAG_FORM),
 )
-"""The fields of ``ShardConfig`` that a text can set. ``timeout`` may also be None, in place of which the caller puts a number."""
+"""The fields of ``ShardConfig`` that a text can set. ``timeout`` may also be None, which the caller replaces by a number."""
 
 
 def read_variables(
@@ -121,8 +121,8 @@ def read_variables(
         others: further names that start with ``SHARD_`` and are no mistake.
 
     Raises:
-        ConfigError: a value is wrong, or a variable is unknown and close to a known one. Other unknown ones, which may be
-            another program's, are warned about.
+        ConfigError: a value is wrong, or a variable is unknown and close to a known one. Other unknown variables, which may be
+            another program's, are only warned about.
     """
     known = {setting.variable: setting for setting in settings}
     found, unknown = {}, []

@@ -1,1 +1,1 @@
-"""Integers only: where parameters lie in a flat buffer, how tensors and ranks are divided."""
+"""Where parameters lie in a flat buffer, and how tensors and ranks are divided: integers only."""

@@ -125,7 +125,7 @@ class Topology:
 
     @property
     def is_hybrid(self) -> bool:
-        """Return True if there are several replicas, and each of them is sharded."""
+        """True if there are several replicas, and each of them is sharded."""
         return self.size > 1 and self.replicas > 1
 
     def shard_group_of(self, rank: int) -> tuple[int, ...]:

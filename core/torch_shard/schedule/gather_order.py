@@ -14,7 +14,7 @@ Event = tuple[int, int, bool]
 
 
 class GatherOrder:
-    """The events of one engine; `ahead` is how many units are prefetched. Nothing here is collective."""
+    """The events of one engine; `ahead` is the number of units that are prefetched. Nothing here is collective."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead

@@ -78,7 +78,7 @@ class HostCopy(ABC, Generic[OnDeviceT]):
 
 
 class KeptInputs(ABC, Generic[OnDeviceT]):
-    """What autograd keeps of the inputs of a model's layers: copies on the host.
+    """The copies on the host that autograd keeps in place of the inputs of a model's layers.
 
     Attributes:
         min_bytes: smaller tensors stay on the device.
@@ -123,14 +123,14 @@ class KeptInputs(ABC, Generic[OnDeviceT]):
         if copy is None or copy.storage() is not storage:
             copy = self._copies[key] = self._new_copy(tensor)
         elif copy.source is None:
-            # It stays on the device while another layer that takes it runs: backward may begin at that layer.
+            # The tensor stays on the device while another layer that takes it runs: backward may begin at that layer.
             copy.keep(copy.resident(tensor.detach()))
         self._on_device.append(weakref.ref(copy))
         return copy
 
 
 class _Kept:
-    """What autograd keeps in place of a tensor."""
+    """The object that autograd keeps in place of a tensor."""
 
     def __init__(self, copy: HostCopy[Any]) -> None:
         self.copy = copy
@@ -182,7 +182,7 @@ class _Call:
         return kept.take()
 
     def _ask(self, task: int) -> int:
-        """Ask for all tensors that are kept, once in a backward; return how many copies were started."""
+        """Ask for all kept tensors, once in a backward; return the number of copies that were started."""
         if self.asked == task:
             return 0
         self.asked = task
@@ -193,7 +193,7 @@ def checkpoint_keeping(
     inputs: KeptInputs[Any], forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the forward of a layer in a checkpoint whose inputs are kept on the host."""
-    # A checkpoint keeps positional arguments by saving them; those with a name it keeps as they are.
+    # A checkpoint saves positional arguments by autograd's hooks, and keeps keyword arguments as they are.
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and inputs.moves(value)]
     rest = {name: value for name, value in kwargs.items() if name not in names}
     call = functools.partial(_with_names, forward, names, rest)

@@ -1,4 +1,4 @@
-"""What the schedule of unshards needs of units and of the runtime, which are above it."""
+"""The interfaces that the schedule of unshards needs of units and of the runtime, which are above it."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ class LoneReadsPort(Protocol[_UnitT]):
 
     @property
     def running(self) -> bool:
-        """True while there is one."""
+        """True while such a read is running."""
 
     def unshard(self, unit: _UnitT) -> None:
-        """Gather `unit` for the read that runs."""
+        """Gather `unit` for the running read."""
 
 
 class OperationsPort(Protocol):
     """The operations of one engine, which its ranks compare."""
 
-    on_difference: Callable[[], None]  # called when the ranks have differed
+    on_difference: Callable[[], None]  # called when the ranks have differed in their operations
 
     def note(self, code: int, text: str) -> None:
         """Add an operation."""

@@ -1,4 +1,4 @@
-"""In which order units are reduced, and how many reductions may be in flight."""
+"""The order in which units are reduced, and how many reductions may be in flight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reduction_order(used: Sequence[_Unit], incomplete: Collection[int]) -> list[
 
     Args:
         used: the units of the backward, in the order of their first use in forward.
-        incomplete: the indices of those of which a parameter had no gradient on any rank in the backward before. They come
+        incomplete: the indices of units with a parameter that had no gradient on any rank in the backward before. They come
             last, where they hold up no other unit.
     """
     backwards = used[::-1]

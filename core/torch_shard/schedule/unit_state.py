@@ -6,6 +6,8 @@ import enum
 
 
 class State(enum.Enum):
+    """The state of a unit."""
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     FULL = "full"

@@ -29,8 +29,9 @@ class UnshardSchedule(Generic[UnitT]):
 
         Args:
             config: the settings, of which strategy and prefetch count.
-            replicated: every rank of several has all of each parameter: an unshard is a cast and concerns no other rank.
-            operations: what the ranks compare.
+            replicated: True if each of several ranks has all of every parameter, so that an unshard is a cast, which concerns no
+                other rank.
+            operations: the operations that the ranks compare.
             lone: the reads by this rank alone.
         """
         self.lone = lone
@@ -76,7 +77,7 @@ class UnshardSchedule(Generic[UnitT]):
             self.lone.unshard(unit)
             return
         idle = unit.state is not State.SHARDED and not unit.running and not unit.uses
-        # A stale unit was edited since the ranks have compared at the beginning of the forward, so by code that all ranks run.
+        # A stale unit was edited after the ranks have compared at the beginning of the forward, so by code that all ranks run.
         edited = idle and phase != BACKWARD and unit.is_stale()
         if self.keeps_on and self._is_current(unit) and not (edited or unit.index in self._ahead):
             self.gathered[unit.index] = unit
@@ -102,7 +103,7 @@ class UnshardSchedule(Generic[UnitT]):
         unit.wait()
         for other in upcoming or ():
             if self.keeps_on and other.state is State.SHARDED:
-                self._ahead.add(other.index)  # else it needs no gather for its next use, which is no event then
+                self._ahead.add(other.index)  # the next use of a unit that was unsharded already is no event
             self._gather(other, phase)
 
     def _gather(self, unit: UnitT, phase: int) -> None:
@@ -207,7 +208,7 @@ class UnshardSchedule(Generic[UnitT]):
                 self.reshard(unit)
 
     def end_nested(self, task: int) -> None:
-        """Reshard the units that only a backward inside the backward has needed, which has ended."""
+        """Reshard the units that only a nested backward has needed, which has ended."""
         for unit in list(self.gathered.values()):
             if any(u.task == task for u in unit.uses):
                 unit.uses = [u for u in unit.uses if u.task != task]

@@ -1,6 +1,7 @@
 """A branch of this process: a copy, made by ``fork``, that goes on by itself, returns one result, and ends.
 
-The branch has all objects, and one thread, that which called :func:`branch`. It shares memory until one of the two writes to it.
+The branch has all objects, and a single thread, the one that called :func:`branch`. Memory is shared until one of the two
+processes writes to it.
 """
 
 from __future__ import annotations

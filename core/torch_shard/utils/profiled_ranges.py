@@ -1,4 +1,4 @@
-"""Labelled ranges in profiles of ``torch.profiler``: for which unit a collective is started, and which one a wait waits for."""
+"""Labelled ranges in profiles of ``torch.profiler``, for starts of units' collectives and for waits for them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def waiting(what: str) -> record_function:
 
 
 def unit_in(label: str) -> tuple[bool, str, str] | None:
-    """Return what a label says of a unit's collective: True for a wait, the kind of collective, and the name of the unit.
+    """Return the unit's collective in a label: True for a wait, the kind of collective, and the name of the unit.
 
-    The kinds are those of :mod:`torch_shard.plan.roofline`; what reduces within a replica is a ``"reduce_scatter"`` whichever way
-    the backend takes. None for any other label.
+    The kinds are those of :mod:`torch_shard.plan.roofline`; a reduction within a replica is a ``"reduce_scatter"``, however the
+    backend makes it. Returns None for any other label.
     """
     found = _LABEL.fullmatch(unquote(label)) if label.startswith("torch_shard: ") else None
     if found is None:

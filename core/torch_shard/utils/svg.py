@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 TEXT = "#010203"
-"""Stands for the colour of the page's text, which only the browser knows."""
+"""The placeholder for the colour of the page's text, which only the browser knows."""
 
 _WIDTH = 9.0  # inches; the page shrinks what is too wide, as long as it stays readable
 
