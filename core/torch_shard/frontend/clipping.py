@@ -80,5 +80,5 @@ def engines_over(engines: Iterable[Engine], parameters: Iterable[torch.Tensor]) 
 def _refuse_unreduced(engines: Iterable[Engine], parameters: Sequence[torch.Tensor]) -> None:
     for engine in engines:
         refuse_partials(engine._runtime, parameters, "clipping")
-        for p in parameters:
-            reduced_grad_of(p)  # raises where it waits for its reduction
+    for p in parameters:
+        reduced_grad_of(p)  # raises if the gradient waits for its reduction
