@@ -37,7 +37,7 @@ def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], m
         for unit in runtime.units:
             for flat in unit.flats:
                 if flat.host is not None:
-                    flat.host.pending_writes.wait()  # background work has weak references to tensors that wait for it
+                    flat.host.pending_writes.wait()  # pending writes hold weak references to tensors, which would prevent a swap
             _check(unit)
     except Exception as problem:  # the other ranks must hear of it
         error = problem
@@ -96,7 +96,7 @@ def _give_back(optimizer: torch.optim.Optimizer, names: dict[int, str], state: d
 def _distribute(param: Any, entries: dict[str, Any], counters: frozenset[Any]) -> None:
     """Make DTensors of those entries of a DTensor parameter's state that would be DTensors without the engine.
 
-    torch computes with DTensors and plain tensors together only where the plain ones are 0-dim.
+    torch computes with DTensors and plain tensors together only if the plain ones are 0-dim.
     """
     placed = placed_of(param, "")
     for key, value in entries.items():  # values may be replaced in the loop, since the keys stay
@@ -153,7 +153,7 @@ def _check(unit: Unit) -> None:
 def _plain(unit: Unit, flat: FlatBuffer, full: torch.Tensor, index: int, grad: torch.Tensor | None) -> nn.Parameter:
     param, unsharded_param, name = flat.params[index], flat.unsharded_params[index], flat.layout.slots[index].name
     with torch.inference_mode(False), torch.no_grad():
-        # Cloned, because saving a view would save the memory of the full unit.
+        # A clone, because saving a view would save the memory of the full unit.
         values = flat.as_given(flat.view(full, index).clone(), index)
         with torch._C.DisableTorchFunctionSubclass():
             wants = param.requires_grad

@@ -1,8 +1,8 @@
 """Everything below the public names that a front end needs, and the only private door to the engine.
 
-``lightning_shard`` and ``accelerate_shard`` import the public names of :mod:`torch_shard` and what stands here, nothing else;
-a front end of another framework would do the same. Checkpoints are in :mod:`torch_shard.frontend.checkpoint`, which is a
-module of its own because it imports torch's distributed checkpoints. Unlike the public names, these may change in any release.
+``lightning_shard`` and ``accelerate_shard`` import only the public names of :mod:`torch_shard` and the names in this package; a
+front end of another framework would do the same. Checkpoints are in :mod:`torch_shard.frontend.checkpoint`, which is a module of
+its own because it imports torch's distributed checkpoints. Unlike the public names, these may change in any release.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def agree(engine: Engine, what: str, key: object = None, error: Exception | None
 def all_read(engine: Engine, what: str, alone: bool = True) -> bool:
     """Return True if all ranks have come to `what`, which reads the model; False if the others do something else. Collective.
 
-    A rank that is late is waited for. Without `alone` it is an error on all ranks if the others do something else.
+    This waits for late ranks. If `alone` is False, it is an error on all ranks if the others do something else.
     """
     with engine._runtime.lone.until_end():
         return consensus.met(engine._runtime, what, None, None, sure=True, alone=alone)

@@ -1,4 +1,4 @@
-"""What front ends need of checkpoints: sharded and full ones, the files and folders they are made of, and their steps."""
+"""The parts of checkpoints that front ends use: sharded and full ones, their files and folders, and the ranks' common steps."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def gather(engine: Engine, value: T, what: str) -> list[T] | None:
 def named_parameters_of(engines: Sequence[Engine], optimizer: Any) -> nn.Module:
     """Return a module whose parameters' names cover all that an optimizer holds, of any of the engines or of none.
 
-    Where all belong to one engine that is its model. Not collective.
+    If all belong to one engine, this is its model. Not collective.
     """
     sources = [Source((), "", engine.model, engine._runtime) for engine in engines]
     known = {id(p) for source in sources for p in source.model.parameters()}

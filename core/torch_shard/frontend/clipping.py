@@ -43,7 +43,7 @@ def clip_norm(
     """
     found = engines_over(engines, parameters)
     if len(found) == 1:
-        # Parameters that are not sharded go along: they count with rank 0's gradients, so that all ranks scale alike.
+        # The engine takes plain parameters, too: they count with rank 0's gradients, so that all ranks scale alike.
         return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
     ignored = {id(p) for engine in found for p in engine._ignored()}
     if any(id(p) in ignored for p in parameters):

@@ -23,7 +23,7 @@ def read_config(path: Any, name: str) -> Mapping[str, Any]:
     """Return the contents of a configuration file of DeepSpeed's own. Not collective.
 
     Raises:
-        ConfigError: it can't be read, or holds no mapping; the message starts with `name`.
+        ConfigError: the file can't be read, or holds no mapping; the message starts with `name`.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -35,14 +35,14 @@ def read_config(path: Any, name: str) -> Mapping[str, Any]:
 
 
 def settings_of_zero(zero: Mapping[str, Any], name: Callable[[str], str]) -> tuple[Strategy, Offload | None, list[str]]:
-    """Return ``ShardConfig.strategy`` and ``ShardConfig.offload`` for a section, and what has no effect. Not collective.
+    """Return ``ShardConfig.strategy`` and ``ShardConfig.offload`` for a section, and the keys without effect. Not collective.
 
     Args:
         zero: the section. Values that are None or ``"auto"`` count as not given.
-        name: a function from the place of a key, such as ``offload_param.device``, to what the user calls it.
+        name: a function from the place of a key, such as ``offload_param.device``, to the user's name for it.
 
     Raises:
-        ConfigError: a value that DeepSpeed does not have, or a disk without a directory; names the key.
+        ConfigError: a value is none of DeepSpeed's, or a disk is chosen without a directory; the message names the key.
     """
     stage = str(_given(zero).get("stage", 0))
     if stage not in _STRATEGIES:
@@ -61,7 +61,7 @@ def settings_of_zero(zero: Mapping[str, Any], name: Callable[[str], str]) -> tup
         path = str(parts[part].get("nvme_path", "none"))
         if path.lower() in ("none", ""):
             raise ConfigError(f"{name(f'{part}.device')} is nvme, and {name(place)} names no directory.")
-        # There is one directory, first of all for optimizer state.
+        # There is only one directory: the optimizer's, if that has one.
         if settings.setdefault("nvme", path) != path:
             unused.append(f"{name(place)}={path!r}")
     pinned = [bool(parts[part]["pin_memory"]) for part in used if "pin_memory" in parts[part]]

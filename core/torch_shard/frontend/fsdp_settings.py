@@ -29,17 +29,17 @@ SHARDING_STRATEGIES: dict[str, Strategy] = {
 class Wrapped:
     """Units where a policy of torch's FSDP, ``(module, recurse, nonwrapped_numel) -> bool``, would wrap a module.
 
-    As FSDP asks it: children first, and with the number of parameters that no child took.
+    The policy is called as FSDP does: for children first, and with the number of parameters that no child took.
     """
 
     policy: Callable[..., Any]
 
     def __call__(self, name: str, module: nn.Module) -> bool:
-        # The root is a unit anyway, of what remains in it.
+        # The root is a unit anyway, of the parameters in no other unit.
         return name != "" and self._walk(module)[0]
 
     def _walk(self, module: nn.Module) -> tuple[bool, int]:
-        """Return True if `module` is a unit, and how many parameters the units in it, or it itself, hold."""
+        """Return True if `module` is a unit, and the number of elements in it, or else in the units inside it."""
         total = sum(param.numel() for param in module.parameters())
         if not self.policy(module=module, recurse=True, nonwrapped_numel=total):
             return False, 0
@@ -55,10 +55,10 @@ def units_of_policy(policy: Any, name: str, remedy: str) -> Wrapped:
     Args:
         policy: an ``auto_wrap_policy`` of torch's FSDP.
         name: the user's name of the setting, for errors.
-        remedy: what to give in its place, a part of a sentence.
+        remedy: the setting to give in its place, as a part of a sentence.
 
     Raises:
-        ConfigError: `policy` can't be asked about one module.
+        ConfigError: `policy` is no function of one module.
     """
     if not callable(policy):
         raise ConfigError(
@@ -69,7 +69,7 @@ def units_of_policy(policy: Any, name: str, remedy: str) -> Wrapped:
 
 
 def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
-    """Return the classes of modules that a policy chooses, ordered by name, or None if it decides otherwise. Not collective."""
+    """Return the classes of modules that a policy chooses, by name; None if it does not choose by class. Not collective."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
     classes: Any = None
@@ -83,7 +83,7 @@ def classes_of_policy(policy: Any) -> tuple[type[nn.Module], ...] | None:
 
 
 def precision_of_policy(policy: Any) -> Precision:
-    """Return what a ``MixedPrecision`` or ``MixedPrecisionPolicy`` of torch's FSDP means here. Not collective."""
+    """Return the Precision for a ``MixedPrecision`` or ``MixedPrecisionPolicy`` of torch's FSDP. Not collective."""
     forward = getattr(policy, "cast_forward_inputs", True)
     root = getattr(policy, "cast_root_forward_inputs", False)
     return Precision(

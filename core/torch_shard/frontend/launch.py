@@ -1,4 +1,4 @@
-"""What the runners share: settings given as text, and running a script as Python would have run it.
+"""The common parts of the runners: settings given as text, and running a script as Python would have run it.
 
 A runner is ``python -m torch_shard``, ``python -m lightning_shard`` or ``python -m accelerate_shard`` before the name of a
 script that knows nothing of this package.
@@ -126,14 +126,14 @@ def run_script(
     Args:
         runner: the name of the runner's package, for messages.
         name: the path of the script, or the name of the module.
-        arguments: the script's own.
-        is_module: `name` is a module's.
+        arguments: the script's own arguments.
+        is_module: True if `name` is a module's.
         prepare: a function that is called first. A ``ShardError`` that it raises is written without a traceback.
         report: the file of a page about the training, see :func:`.reports.reporting`; None for no page.
 
     Raises:
-        SystemExit: with code :data:`MISUSED`: `prepare` has failed, the report can't be written or there is no such script, which
-            has been said on standard error.
+        SystemExit: with code :data:`MISUSED`: `prepare` has failed, the report can't be written or there is no such script. The
+            message is on standard error.
         Exception: what the script raises. The runner's frames are left out of a traceback that ends the process.
     """
     around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -156,7 +156,7 @@ def run_script(
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            # Python puts a script's folder here; under -m it is the working directory.
+            # Python puts a script's folder here; for this process, which was started with -m, it has put the working directory.
             sys.path[0] = os.path.dirname(os.path.realpath(name))
             runpy.run_path(name, run_name="__main__")
 
@@ -188,11 +188,11 @@ def replace_everywhere(stock: Any, ours: Any, own_packages: Iterable[str]) -> Re
 
     Args:
         stock: the object to replace.
-        ours: the one to put in its place.
+        ours: the object to put in its place.
         own_packages: the packages that go on using `stock`.
 
     Returns:
-        The places, for the way back.
+        The places, by which the replacement can be undone.
     """
     found: Replaced = []
     own = set(own_packages)

@@ -19,7 +19,7 @@ _MARK = "_torch_shard_stock"  # the attribute of our functions that holds the re
 
 
 def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """Return the full values of a sharded tensor, which this rank reads whatever the others do: plain. Not collective.
+    """Return the full values of a sharded tensor as a plain one, whatever the other ranks do. Not collective.
 
     Args:
         tensor: the tensor.
@@ -41,12 +41,11 @@ def read_alone(tensor: ShardTensor, seen: dict[Any, torch.Tensor]) -> torch.Tens
 
 
 def write_full_safetensors() -> None:
-    """Have functions of ``safetensors.torch`` take sharded parameters. Not collective.
+    """Make functions of ``safetensors.torch`` take sharded parameters. Not collective.
 
     ``save``, ``save_file`` and ``save_model`` write them in full, as ``torch.save`` does: the rank that calls them reads the
-    values from the others. ``load_model`` loads into them, on all ranks. Does nothing where safetensors is not installed, and
-    once is enough. A module that has imported the functions by name before keeps the stock ones, which raise for sharded
-    parameters.
+    values from the others. ``load_model`` loads into them, on all ranks. One call is enough; without safetensors it does nothing.
+    A module that has imported the functions by name before keeps the stock ones, which raise for sharded parameters.
     """
     if importlib.util.find_spec("safetensors") is None:
         return

@@ -21,7 +21,7 @@ from ..utils.html_page import check_path
 
 __all__ = ["reporting"]
 
-_MOMENTS = 200  # once there are so many, each two are joined
+_MOMENTS = 200  # when there are so many, neighbours are joined in pairs
 
 
 def reporting(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class _Report:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._engine: Any = None
-        self._model: Any = None  # which the engine doesn't keep
+        self._model: Any = None  # keeps the model alive, which the engine doesn't
         self._optimizers: list[torch.optim.Optimizer] = []  # the model's optimizers; steps of the first one are counted
         self._steps, self._every = 0, 1
         self._since: tuple[int, float, Statistics] | None = None

@@ -20,7 +20,7 @@ from ..log import logger
 from ..utils.pytree import map_tensors
 from .settings import Overrides
 
-# Those of torch's buckets of gradients. Gradients of any subset of the parameters are reduced rightly here.
+# Arguments for torch's buckets of gradients. Here gradients of any subset of the parameters are reduced rightly.
 _OF_BUCKETS = (
     "bucket_cap_mb", "find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "static_graph",
     "delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params", "bucket_cap_mb_list",
@@ -43,9 +43,9 @@ def use(overrides: Overrides) -> None:
 class DistributedDataParallel(_TorchDDP):
     """torch's DistributedDataParallel, with its arguments and methods, over a sharded module. Collective.
 
-    It wraps the module as torch's class does: ``.module`` is what was given, and the names of parameters and of the entries of
-    a state dict begin with ``module.``. The module itself is sharded in place, and may be used without the wrapper, too. It is a
-    subclass of torch's class so that torch and other libraries take it for one.
+    It wraps the module as torch's class does: ``.module`` is the given module, and the names of parameters and of the entries of
+    a state dict begin with ``module.``. The module itself is sharded in place, and may be used without the wrapper, too. This is
+    a subclass of torch's class so that torch and other libraries recognise it.
 
     Args:
         module: the module, on the device where it computes.
@@ -100,7 +100,7 @@ class DistributedDataParallel(_TorchDDP):
         return self.module(*inputs, **kwargs)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        # This waits, as DistributedDataParallel does: the program may write to its own memory next.
+        # The copy is not asynchronous, as in torch's class: the program may write to its own memory next.
         return tensor.to(self.device)
 
     @property
@@ -134,7 +134,7 @@ class DistributedDataParallel(_TorchDDP):
             hook: one of the three.
 
         Raises:
-            ConfigError: another hook, which is made for DDP's buckets, or the second one.
+            ConfigError: `hook` is none of the three, and is made for DDP's buckets; or a hook is registered already.
         """
         name = getattr(hook, "__name__", type(hook).__name__)
         if getattr(hook, "__module__", None) != _HOOKS or name not in ("allreduce_hook", *_DTYPES):

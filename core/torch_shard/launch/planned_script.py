@@ -73,18 +73,18 @@ def plan_script(name: str, arguments: Sequence[str], hardware: Hardware, is_modu
         TraceError: the script fails before its first step is over, or on fake tensors; or it shards no model.
         ConfigError, SetupError: the script's settings are wrong.
     """
-    there = branch()
-    if isinstance(there, Branch):
-        _Script(there, hardware).run(name, arguments, is_module)
-    found: Search = there
-    return found
+    found = branch()
+    if isinstance(found, Branch):
+        _Script(found, hardware).run(name, arguments, is_module)
+    result: Search = found
+    return result
 
 
 class _Script:
-    """The script that runs in this process."""
+    """The script that runs in this process, a branch of the one that plans."""
 
-    def __init__(self, told: Branch, hardware: Hardware):
-        self._told = told
+    def __init__(self, own_branch: Branch, hardware: Hardware):
+        self._branch = own_branch
         self._hardware = hardware
         self._step: ScriptStep | None = None  # the step that is traced, in a branch
         self._planned: nn.Module | None = None
@@ -109,7 +109,7 @@ class _Script:
                 self._step.script_ended()
             self._step.failed(error)
         if error is None or isinstance(error, SystemExit):
-            self._told.end(
+            self._branch.end(
                 TraceError(
                     f"{name} has ended and sharded no model. What is planned is the first model that trains and that is given to "
                     "torch_shard.shard, DistributedDataParallel, FSDP, a Trainer or Fabric of Lightning, an Accelerator, or the "
@@ -117,9 +117,9 @@ class _Script:
                 )
             )
         if isinstance(error, ShardError):
-            self._told.end(error)
+            self._branch.end(error)
         traceback.print_exception(error)
-        self._told.end(
+        self._branch.end(
             TraceError(
                 f"{name} fails before it shards a model, at {line_of(error.__traceback__)}: {type(error).__name__}: {error} (It "
                 "runs on the CPU here.)"
@@ -159,8 +159,8 @@ class _Script:
             self._refuse_steps_without_engine(model)
             return planned
         except ShardError as error:
-            self._told.end(error)
-        self._told.end(found)
+            self._branch.end(error)
+        self._branch.end(found)
 
     def _engine_closes(self, model: nn.Module) -> None:
         if self._step is not None and model is self._planned:
@@ -172,7 +172,7 @@ class _Script:
 
         def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if self._step is None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                self._told.end(TraceError("the script trains a model whose engine it has closed."))
+                self._branch.end(TraceError("the script trains a model whose engine it has closed."))
 
         register_optimizer_step_pre_hook(refuse)
 
@@ -203,7 +203,7 @@ def _fake_group(ranks: int) -> Iterator[None]:
     def outside(collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with real_tensors():  # objects are sent as bytes, whose values count
+            with real_tensors():  # objects are sent as bytes, which must have values
                 return collective(*args, **kwargs)
 
         return call

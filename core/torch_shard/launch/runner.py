@@ -22,10 +22,10 @@ def main(argv: Sequence[str]) -> None:
     """Run the script that a command line names. Not collective.
 
     Args:
-        argv: arguments without the program's name.
+        argv: the arguments, without the program's name.
 
     Raises:
-        SystemExit: with code 2: the arguments or the settings are wrong, which has been said on standard error.
+        SystemExit: with code 2: the arguments or the settings are wrong. The message is on standard error.
         Exception: what the script raises.
     """
     parser = _parser()

@@ -22,7 +22,7 @@ reduces once, at its end; and ``fsdp``, off by default, by which torch's FSDP is
 
 
 class Overrides:
-    """Settings that replace what a script's own arguments say.
+    """Settings that replace those of a script's own arguments.
 
     Args:
         settings: values of fields of :data:`RUNNER_SETTINGS`, by field.
@@ -44,6 +44,6 @@ class Overrides:
         """Return fields of ``ShardConfig`` for a model. The process group must exist. Not collective."""
         found = dict(self._config)
         if found.get("timeout") is None:
-            # The ranks may be as far apart as under DDP: rank 0 evaluates or saves, alone and for long, while others wait.
+            # The ranks may be as far apart as under DDP, where rank 0 may evaluate or save alone, for long, while others wait.
             found["timeout"] = group_timeout(next((p.device for p in model.parameters()), torch.device("cpu")))
         return found
