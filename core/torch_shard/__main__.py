@@ -1,4 +1,4 @@
-"""``python -m torch_shard``: runs a script sharded, or with the name of a command what ``torch-shard`` does."""
+"""``python -m torch_shard``: runs a script sharded, or a command of ``torch-shard`` by its name."""
 
 from __future__ import annotations
 

@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 Layers = bool | Sequence[type[nn.Module] | str]
-"""Which layers recompute their activations: classes and names of classes; True: those of the units, else those that repeat."""
+"""The layers that recompute: classes and names of classes. True: the layers of the units, else those that repeat."""
 
 
 def checked_layers(chosen: Any, setting: str = "activation_checkpointing") -> bool | tuple[type[nn.Module] | str, ...]:
-    """Return a user's choice of layers, as a bool or a tuple. `setting`: its name, for the message.
+    """Return a user's choice of layers as a bool or a tuple. `setting` is its name, for the message.
 
     Raises:
-        ConfigError: it is something else than :data:`Layers`.
+        ConfigError: `chosen` is not a :data:`Layers`.
     """
     return chosen if isinstance(chosen, bool) else checked_modules(setting, chosen)
 
@@ -62,7 +62,7 @@ def checkpointed_layers(model: nn.Module, chosen: Layers, units: Units, offloade
         units: the engine's setting for this model.
         offloaded: layers that recompute their activations, whether `chosen` says so or not, and whose inputs wait for
             backward in host memory (:class:`~torch_shard.activation_offload.ActivationOffload`). True: all that are `chosen`;
-            where nothing is, the same as True is for that.
+            if none are, those that ``chosen=True`` means.
 
     Yields:
         The number of layers.
@@ -108,7 +108,7 @@ def has_checkpointed_layers(model: nn.Module) -> bool:
 
 
 def offload_of(model: nn.Module) -> ActivationOffload | None:
-    """Return what moves the inputs of layers of `model`, and counts the bytes; None where none are moved. Not collective."""
+    """Return the object that moves inputs of layers of `model` and counts the bytes, or None. Not collective."""
     found = (layer.__dict__.get("forward") for layer in model.modules())
     return next((f.offload for f in found if isinstance(f, _Recomputed) and f.offload is not None), None)
 
@@ -151,14 +151,14 @@ def _refuse_without_inputs(moved: list[nn.Module], layers: list[nn.Module]) -> N
 
 
 class _Recomputed:
-    """A layer's forward with recomputation. It is an object, since a deep copy of the layer must not share it."""
+    """A layer's forward with recomputation: an object, not a closure, since a deep copy of the layer must have its own."""
 
     def __init__(
         self, layer: nn.Module, forward: Any, own: bool | None = None, offload: ActivationOffload | None = None
     ) -> None:
         self.layer, self.forward, self.offload = layer, forward, offload
-        self.own = "forward" in layer.__dict__ if own is None else own  # rather than its class's
-        functools.update_wrapper(self, forward)  # its signature, for who asks
+        self.own = "forward" in layer.__dict__ if own is None else own  # an instance attribute, not its class's
+        functools.update_wrapper(self, forward)  # for callers of inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self.layer
@@ -172,7 +172,7 @@ class _Recomputed:
 
     @property
     def in_plain_module(self) -> Any:
-        """What stands in its place in a pickle of the layer; None: nothing."""
+        """The layer's forward without recomputation, for pickles of the layer; None: its class's."""
         return self.forward if self.own else None
 
     def undo(self) -> None:

@@ -9,7 +9,7 @@ One step, of three layers; each line is a stream of a GPU::
 A layer's input is copied out beside the layer's own forward. Its memory is given back where the next offloaded layer
 begins: there compute waits for the copy, so that at most two inputs are on the device, and a layer that is shorter than its
 copy waits for it. The input of the last layer stays until backward, which needs it first. When backward comes to a layer, the
-copy back of the input of the one before it is started; the one before is the one that the forward had.
+copy back of the input of the layer before it, in the forward's order, is started.
 
 The copies are made by torch's saved-tensor hooks. They are around the call of the checkpoint, and so see what it keeps. Inside
 of it they would replace the hooks that checkpointing is made of, and the layer would keep all that it computes. For the same
@@ -141,7 +141,7 @@ class _Device:
 
 
 class _OnDevice(OnDevice):
-    """Memory on the device that a side stream reads (a tensor being copied out) or writes (one coming back)."""
+    """Memory on the device that a side stream reads (a tensor being copied out) or writes (a tensor coming back)."""
 
     def __init__(self, tensor: torch.Tensor, version: int, event: Any, stream: Any) -> None:
         super().__init__(tensor)
@@ -181,7 +181,7 @@ class _Copy(HostCopy[_OnDevice]):
         with torch.no_grad():
             source = tensor.detach()  # without the graph; its version is still the tensor's
             event = self._run(self.own.out, self.host, _flat(source))
-        # Keeps the memory until compute waits for the copy.
+        # The storage is kept until compute waits for the copy.
         super().__init__(tensor.untyped_storage(), _OnDevice(source, source._version, event, self.own.out))
 
     def __del__(self) -> None:
@@ -202,7 +202,7 @@ class _Copy(HostCopy[_OnDevice]):
 
     def copy_back(self) -> _OnDevice:
         with torch.no_grad():
-            # Memory of the stream that computes, to which it goes back; the copy waits for those who had it before.
+            # The memory is allocated on, and freed to, the computing stream; the copy waits for its earlier users.
             tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             event = self._run(self.own.back, _flat(tensor), self.host)
         self.offload.copied_back += self.nbytes
@@ -213,7 +213,7 @@ class _Copy(HostCopy[_OnDevice]):
 
     def let_go(self) -> None:
         if self.source is not None:
-            # Compute has not waited for the copy so far: it may hold either value.
+            # Compute has not waited for the copy so far, which may hold either value.
             self.was_changed |= self.source.was_changed
         super().let_go()
 

@@ -48,8 +48,8 @@ class Engine:
     Attributes:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
         config: the :class:`~torch_shard.config.shard_config.ShardConfig` in use.
-        recomputes: whether ``strategy="auto"`` has made layers recompute, until :meth:`close`.
-        smaller_settings: what ``strategy="auto"`` could have chosen that takes less memory, for the text of an error.
+        recomputes: True if ``strategy="auto"`` has made layers recompute, until :meth:`close`.
+        smaller_settings: the settings that take less memory than those that ``strategy="auto"`` chose; errors list them.
     """
 
     _pending: PendingSave | None = None  # the last asynchronous save
@@ -129,8 +129,8 @@ class Engine:
         Put forward and backward inside. Not collective, but all ranks must use it alike.
 
         Args:
-            hold: False reduces in each backward inside as well, for code that is written for DistributedDataParallel. What
-                would come out otherwise than with deferred gradients, clipping and steps, is an error as with True.
+            hold: False reduces in each backward inside as well, for code that is written for DistributedDataParallel.
+                Clipping and steps, whose results would differ from those with deferred gradients, are errors as with True.
 
         Raises:
             ShardError: by the next backward, where a gradient was edited in between.
@@ -147,7 +147,7 @@ class Engine:
     def sync_in_backward(self) -> Iterator[None]:
         """Make the backward inside reduce gradients, and what was accumulated, though its forward ran under :meth:`no_sync`.
 
-        For several forwards with a backward each afterwards. Not collective, but all ranks must use it alike.
+        Use it where several forwards run before their backwards. Not collective, but all ranks must use it alike.
         """
         runtime = self._runtime
         before = runtime.require_sync, runtime.forward_sync
@@ -176,7 +176,7 @@ class Engine:
         all ranks raise at the end of the backward, provided that it leaves no rank waiting in a collective of its own.
 
         Args:
-            state: is given to each call: compression errors, a process group.
+            state: an object that each call is given, such as compression errors or a process group.
             hook: the function, the same on all ranks.
 
         Raises:
@@ -288,8 +288,8 @@ class Engine:
         `device` or `grads`) and the units compute in the dtype that they are stored in. Under ``ShardConfig.precision`` the
         values are those of storage, and a forward inside computes in that dtype, to which its inputs are cast.
 
-        A call with the same `ranks` and `device` that is nested shares the values. One with others gets copies of them, where all
-        ranks have them.
+        A nested call with the same `ranks` and `device` shares the values. A nested call with others gets copies, provided that
+        all ranks have the values.
 
         Args:
             target: a module, a parameter, or several; everything by default. Units are gathered as a whole.
@@ -368,7 +368,7 @@ class Engine:
         devices.
 
         Args:
-            optimizer: any that holds parameters of this model.
+            optimizer: an optimizer that holds parameters of this model.
             rank0_only: the other ranks get an empty dict.
 
         Returns:
@@ -426,7 +426,7 @@ class Engine:
                 program, wait for this save; the methods raise its failure on all ranks.
 
         Returns:
-            Of an asynchronous save, an object with ``done()`` and ``wait()``; else None.
+            An object with ``done()`` and ``wait()`` if the save is asynchronous, else None.
 
         Raises:
             CheckpointError: on all ranks: the path can't be written, the disk is full, the ranks don't share the path, or `extra`
@@ -542,10 +542,9 @@ class Engine:
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent for parameters and gradients since set-up, those of deep copies of the model included.
 
-        ``full_tensor()`` is included. What the ranks must send each other at least is counted, whatever way the backend takes:
-        in a gather a rank's own slot once for each other rank; in a reduce-scatter over n ranks (n-1)/n of the buffer, and
-        twice that in an all-reduce; in a broadcast the tensor once for each rank that receives it, on the rank that it comes
-        from.
+        ``full_tensor()`` is included. The least that the ranks must send each other is counted, whatever algorithm the backend
+        uses: for a gather, a rank's own slot once for each other rank; for a reduce-scatter over n ranks, (n-1)/n of the
+        buffer, and twice that for an all-reduce; for a broadcast, on the rank that sends, the tensor once for each other rank.
         """
         return self._runtime.collectives.all_bytes_sent
 
@@ -564,17 +563,18 @@ class Engine:
         return statistics.statistics(self._runtime)
 
     def time_waiting(self, enabled: bool = True) -> None:
-        """Time from now on what the computing streams of a GPU wait for collectives; elsewhere do nothing. Not collective.
+        """Measure, from now on, how long the computing streams of a GPU wait for collectives. Not collective.
 
-        Without it :meth:`statistics` has no waiting for gathers and reductions on GPUs. Two events are recorded around each wait,
-        which takes the host some microseconds, and read when they have passed, so that nobody waits for the device. A wait
-        counts from the moment at which the stream comes to it; time in which the stream has nothing to do, because the host is
-        late, does not count. Waits for small messages (``other_wait``) are the host's time in any case.
+        Without this call :meth:`statistics` has no waiting for gathers and reductions on GPUs; on the CPU the call does nothing.
+        Two events are recorded around each wait, which takes the host some microseconds, and read when they have passed, so
+        that the host never waits for the device. A wait counts from the moment at which the stream reaches it; time in which
+        the stream is idle because the host is late does not count. Waits for small messages (``other_wait``) are always
+        measured on the host.
         """
         statistics.time_waiting(self._runtime, enabled)
 
     def reset_peak_gathered(self) -> None:
-        """Let ``statistics().peak_gathered`` begin anew, with what is gathered now. Not collective."""
+        """Reset ``statistics().peak_gathered`` to what is gathered now. Not collective."""
         gathered = self._runtime.gathered_bytes
         gathered.peak = gathered.now
 
@@ -609,8 +609,8 @@ class Engine:
     ) -> None:
         """Write this rank's figures as an HTML page with pictures, for which matplotlib is needed. Not collective.
 
-        It needs no network. It has what the rank holds beside what was planned, what it has sent and waited for, and the units
-        by their bytes. All of it is counted anyway, so that steps are not slower for it.
+        The page loads nothing from the network. It compares what the rank holds with what was planned, and shows what the rank
+        has sent and waited for, and the units by their bytes. All of this is counted anyway, so reports make no step slower.
 
         Args:
             path: a file whose name ends in ``.html``, which is replaced.
@@ -670,7 +670,7 @@ class Engine:
 
         Gradients become full, too, and so does the state that the given `optimizers` have of this model; the user's own hooks
         stay. The state of an optimizer that is not given stays sharded, or with the ranks that own the parameters: it can go
-        on with another engine, but not with the plain model. Needs memory for the full model on every rank.
+        on with another engine, but not with the plain model. Every rank needs memory for the full model.
 
         Raises:
             UnitStateError: inside a forward or :meth:`gathered`, or where a graph or a weak reference still holds a
@@ -690,9 +690,9 @@ class Engine:
         self._staging = None
 
     def _abandon(self) -> None:
-        """Leave the model with this rank's shards as parameters, with which nothing can be computed. Not collective.
+        """Leave the model with this rank's shards as its parameters; it can't compute any more. Not collective.
 
-        This is for deep copies that only hold values, as averages of the weights do.
+        This is for deep copies that only hold values, such as averages of the weights.
         """
         self._let_go(list(self.units))
 
@@ -720,7 +720,7 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor] | None) -> list[to
 
 
 instead_of_sharding: Callable[[nn.Module, ShardConfig], Engine] | None = None
-"""What :func:`shard` does where a script runs only to be planned; see :mod:`torch_shard.launch.planned_script`."""
+"""The function that :func:`shard` calls instead while :mod:`torch_shard.launch.planned_script` plans a script."""
 
 
 def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = None, **overrides: Any) -> Engine:

@@ -72,7 +72,7 @@ def full_optim_state_dict(
         model: a sharded model.
         optim: an optimizer over its parameters.
         optim_input: ignored, because `optim` has the parameters.
-        rank0_only: True if the other ranks shall get an empty dict.
+        rank0_only: the other ranks get an empty dict.
         group: ignored, because the model has its process group.
 
     Returns:
@@ -87,7 +87,7 @@ def full_optim_state_dict(
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
-    """Return sharded optimizer state by parameter name: ShardTensors, where it has the parameter's shape. Collective.
+    """Return optimizer state by parameter name, as ShardTensors where it has the parameter's shape. Collective.
 
     The tensors are copies, on the CPU. The state of optimizers that step on full matrices is sent by the ranks that own
     it, one parameter at a time, and each rank keeps its shards. State of other shapes is full on every rank.
@@ -380,7 +380,7 @@ def _with_shards(
             at = zip(chunk.metadata.shard_offsets, chunk.metadata.shard_sizes, strict=True)
             full[tuple(slice(start, start + size) for start, size in at)] = chunk.tensor
             found += chunk.tensor.numel()
-        # As bytes, of which all ranks but one add zeros.
+        # The sum over bytes is exact, since all ranks but one add zeros.
         c.all_ranks.all_reduce(full.view(-1).view(torch.uint8), "sum", what)
         state[name][key] = keep(numbers[name], {key: full})[key] if name in numbers else full
     if int(c.all_ranks.all_reduce(torch.tensor(found), "sum", what)) != wanted:
@@ -401,7 +401,7 @@ def _engine(model: nn.Module, what: str) -> Engine:
 
 
 def _over(optim: torch.optim.Optimizer | None, optim_input: _Input, model: nn.Module) -> torch.optim.Optimizer:
-    """Return `optim`; without one, an optimizer that lists what `optim_input` has, by default all parameters, as torch does."""
+    """Return `optim`, or without one, as torch does, an optimizer over `optim_input`, by default over all parameters."""
     if optim is not None:
         return optim
     return torch.optim.Optimizer(model.parameters() if optim_input is None else optim_input, {})

@@ -71,9 +71,9 @@ def check_torch() -> None:
 
 
 def counts_references() -> bool:
-    """Return True if the number of references to an object says, at any moment and alike on all ranks, who holds it.
+    """Return True if the number of references to an object tells, at any moment and alike on all ranks, who holds it.
 
-    Not on builds of Python without the GIL, whether it runs or not: what another thread drops may live on for a while. A
-    count is then too high, and so is one that was taken to compare with later.
+    It does not on free-threaded builds of Python, even with the GIL enabled: an object that another thread drops may live on for
+    a while, so counts can be too high.
     """
     return not sysconfig.get_config_var("Py_GIL_DISABLED")
