@@ -132,7 +132,7 @@ def keep_adapters_off_meta(
 ) -> None:
     """Make PEFT leave adapters on the CPU where the layer's own parameters wait for values: on meta they would lose their own.
 
-    And have it give memory and values, those that `values_of` gives, to the copies of modules that it makes.
+    PEFT then also gives the copies that it makes of modules memory, with the values that `values_of` returns.
     """
     if importlib.util.find_spec("peft") is None:
         return
@@ -148,7 +148,7 @@ def keep_adapters_off_meta(
 
 
 def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Put `around`, which is called with the stock method in front of its arguments, in the place of a method, once."""
+    """Replace a method, once, by a call of `around` with the stock method and then the method's own arguments."""
     stock = owner.__dict__.get(name)
     if stock is None or hasattr(stock, "_torch_shard"):
         return

@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """How one tensor is computed: ``function(*args, **kwargs)``, of which it is number `index` where that gives several."""
+    """How one tensor is computed: ``function(*args, **kwargs)``, or result number `index` of it if it returns several."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

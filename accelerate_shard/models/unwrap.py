@@ -30,8 +30,8 @@ def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
 class _Prepared:
     """Accelerate's mark of a prepared model, which is true as long as the model is sharded.
 
-    Under DDP the wrapper has it, and is not saved with the user's module. Here that module has it, and a program that loads the
-    module, or has closed its engine, must be able to prepare it again.
+    Under DDP the mark is on the wrapper, which is not saved with the user's module. Here it is on that module, and a program that
+    loads the module, or has closed its engine, must be able to prepare it again.
     """
 
     in_plain_module = None  # it is left out of a pickle

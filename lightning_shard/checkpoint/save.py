@@ -66,7 +66,7 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
         return found
 
     def _write_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Have the plugin write one file. For rank 0."""
+        """Have the plugin write one file, on rank 0."""
         # Our own plugin replaces a folder itself.
         own = isinstance(self._plugins()[-1], _files.FileMixin)
         with contextlib.nullcontext() if own else _files.aside(path):
@@ -137,8 +137,8 @@ class SavingMixin(MixinBase):  # type: ignore[misc]
 def existing(path: Any) -> Any:
     """Return the path of the checkpoint to read for `path`: the path itself, if something is there.
 
-    For the newest checkpoint of a SLURM job Lightning takes the digits of every name with "hpc_ckpt_" in it for a number, also
-    those of what a killed save has left. This chooses among the names that are checkpoints.
+    To find a SLURM job's newest checkpoint, Lightning reads a number from every name with "hpc_ckpt_" in it, leftovers of a
+    killed save included. This function chooses among the names that are checkpoints.
     """
     if not _files.is_local(path) or Path(path).exists():
         return path

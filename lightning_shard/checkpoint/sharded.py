@@ -1,4 +1,4 @@
-"""Sharded checkpoints: a folder that all ranks write, in and out of what the Trainer hands over and expects.
+"""Sharded checkpoints: a folder that all ranks write. The Trainer's dict is put in it as follows, and made of it again.
 
 ::
 

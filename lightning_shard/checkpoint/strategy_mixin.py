@@ -77,7 +77,7 @@ class CheckpointMixin(SavingMixin):
         return self._run_on_all(lambda: _full.read_file(path, io, maps, weights_only, share))
 
     def _shard_to_load(self) -> None:
-        """Shard the module now that a run has come to its checkpoint, so that shards are what is restored. Collective."""
+        """Shard the module before a run restores its checkpoint, so that it restores shards. Collective."""
         module = self.lightning_module
         if not self._prepared and module is not None and module._trainer is not None and dist.is_initialized():
             self._prepare(module.trainer)

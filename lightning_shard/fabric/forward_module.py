@@ -38,7 +38,7 @@ def inner(module: Any) -> Any:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the user's own module of what ``fabric.setup`` or ``torch.compile`` has made of it."""
+    """Return the user's own module inside of what ``fabric.setup`` or ``torch.compile`` returned."""
     for name in ("_orig_mod", "_forward_module", "_orig_mod"):  # compiled after it was set up, and before
         module = getattr(module, name, module)
     return inner(module)

@@ -161,7 +161,7 @@ class MonitorMixin:
         self._write_report(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write the report of what has been."""
+        """Write the report of the run so far."""
         self._write_report(trainer)
 
     def _write_report(self, trainer: Any) -> None:

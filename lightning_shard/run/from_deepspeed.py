@@ -68,7 +68,7 @@ def from_deepspeed(given: dict[str, Any], defaults: dict[str, Any]) -> Translati
 
 
 def _of_arguments(arguments: Arguments) -> dict[str, Any]:
-    """Return what the arguments say, as the section ``zero_optimization`` of a configuration has it."""
+    """Return the arguments in the form of a configuration's section ``zero_optimization``."""
     on, path = arguments.take("zero_optimization"), arguments.take("nvme_path")
     pin = {"pin_memory": arguments.take("pin_memory")} if arguments.is_given("pin_memory") else {}
     zero: dict[str, Any] = {"stage": arguments.take("stage") if on else 0}
@@ -102,7 +102,7 @@ def _of_config(config: Mapping[str, Any], found: Translation) -> dict[str, Any]:
     zero = dict(config.get("zero_optimization") or {})
     for key in sorted(zero):
         if key in _ZERO_REFUSED and zero[key] not in (None, False, "auto"):
-            raise _refused(f"zero_optimization.{key}", "docs/lightning.md (From deepspeed) says what stands for it")
+            raise _refused(f"zero_optimization.{key}", "docs/lightning.md (From deepspeed) says what replaces it")
         if key not in _ZERO_KNOWN | _ZERO_REFUSED:
             found.unused.append(f"config['zero_optimization'][{key!r}]")
     return zero

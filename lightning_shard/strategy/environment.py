@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .._private import Private
 
-_DEVICES = ("cpu", "cuda")  # that the engine shards on
+_DEVICES = ("cpu", "cuda")  # where the engine can shard
 
 
 def check_devices(devices: Sequence[torch.device] | None, private: Private) -> None:

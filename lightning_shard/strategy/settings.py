@@ -177,7 +177,7 @@ def _with_overrides(
         raise ConfigError(
             f"{unknown[0]}: no such setting; {strategy} and ShardConfig have none of that name. "
             + (f"Did you mean {close}? " if close else "")
-            + "docs/lightning.md (Switching over) says what stands for the arguments of Lightning's other strategies."
+            + "docs/lightning.md (Switching over) says what replaces the arguments of Lightning's other strategies."
         )
     chosen = {name: value for name, value in overrides.items() if value is not None}
     return dataclasses.replace(config or ShardConfig(), **chosen)

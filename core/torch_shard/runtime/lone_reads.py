@@ -1,7 +1,7 @@
 """Reads of a model by this rank alone, while the other ranks do something else.
 
 An operation that only reads the model is a forward without gradients, a state dict, or the reading of one value. Either all
-ranks come to it, and use collectives, or this rank alone does, and reads the shards of the others one-sidedly.
+ranks call it, and use collectives, or this rank alone does, and reads the shards of the others one-sidedly.
 :meth:`LoneReads.meet` decides that, where the ranks compare their operations anyway. A lone read leaves no trace in what the
 ranks compare and remember: the order of unshards, the sequence of operations, the states of units.
 """

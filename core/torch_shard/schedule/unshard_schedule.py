@@ -194,7 +194,7 @@ class UnshardSchedule(Generic[UnitT]):
                 self.reshard(unit)
 
     def reshard_behind(self, use: ScheduledUse) -> None:
-        """Reshard the units whose forwards began after the end of `use`: when backward comes to it, their nodes have run."""
+        """Reshard the units whose forwards began after the end of `use`: once backward reaches `use`, their nodes have run."""
         if self.double_backward or self._keeps_forward:
             return
         for unit in list(self.gathered.values()):

@@ -86,7 +86,7 @@ DENIED = _names(
     "resize_as_ apply_ map_ map2_ __cuda_array_interface__ _make_subclass"
 )
 EXPORTS = frozenset({"numpy", "__array__", "tolist"})
-"""Those of the denied functions that are given a full copy, since an edit of their result is impossible or is refused."""
+"""The denied functions that are given a full copy, since an edit of their result is impossible or is refused."""
 _RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_")
 
 
