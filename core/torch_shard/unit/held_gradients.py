@@ -29,7 +29,7 @@ def _references(grads: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
 
 @functools.cache
 def least_references(view: bool) -> tuple[int, ...]:
-    """Return the references to a gradient that only autograd refers to. The first call runs a backward: not inside another."""
+    """Return the references to a gradient that only autograd refers to. Call it first outside backward, since it runs one."""
     found: list[tuple[int, ...]] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros(1, 1, device="cpu", requires_grad=True)
