@@ -42,7 +42,7 @@ def test_strategies_and_prefetch_reach_the_engine(strategy, rank):
 )
 @ranks(1)
 def test_units_are_gathered_ahead_in_both_directions_or_in_none(arguments, units):
-    assert engine_of(FSDP(build(), **arguments)).config.prefetch == units
+    assert engine_of(FSDP(build(), auto_wrap_policy=BLOCKS, **arguments)).config.prefetch == units
 
 
 @ranks(2)

@@ -260,7 +260,7 @@ def test_kernels_belong_to_the_ranges_and_to_the_step_in_which_they_were_launche
         memory(6, 1, -40, 1060),
         event("of the next step", 26, 27, "kernel", 0, correlation=99, stream=7),
     ]
-    found = ProfiledStep._from(events, ["a"], True)
+    found = ProfiledStep._from_events(events, ["a"], True)
     rows: dict[str, list[Any]] = {}
     for span in found.timeline.spans:
         rows.setdefault(span.stream, []).append(
@@ -292,7 +292,7 @@ def test_collectives_of_others_on_the_cpu_are_not_taken_for_those_of_units() -> 
     alone = [event("gloo:all_reduce", 6, 7, tid=6), event("gloo:all_reduce", 9, 10, tid=6)]
 
     def reductions(events: list[dict[str, Any]]) -> list[Any]:
-        spans = ProfiledStep._from(events, ["a", "b"], False).timeline.spans
+        spans = ProfiledStep._from_events(events, ["a", "b"], False).timeline.spans
         return [(round(1000 * s.start, 6), round(1000 * s.end, 6), s.name) for s in spans if s.stream == "reduce"]
 
     step = event("ProfilerStep#1", 0, 20)
