@@ -6,9 +6,11 @@ Before each engine's set-up the ranks agree whether the process groups of earlie
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
+import time
 import weakref
 import zlib
 from collections import deque
@@ -35,6 +37,13 @@ from .streams import streams_of
 from .work import default_store
 
 _DEFAULT_TIMEOUT = 1800.0  # seconds
+
+# The main thread pauses at exit, so that other threads can free the tensors of collectives that have just ended. A thread of
+# Gloo that frees the last reference to a tensor needs the interpreter's lock. If it asks for the lock when the interpreter is
+# shutting down, CPython before 3.14 ends the thread inside the tensor's destructor, which C++ answers by ending the process
+# ("terminate called without an active exception"). Functions at exit run in the opposite order of their registration: this
+# one runs after the ranks' goodbye.
+atexit.register(time.sleep, 0.05)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # it can't follow the group in a compiled step of Lightning

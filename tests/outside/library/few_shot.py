@@ -1,7 +1,11 @@
-"""Trains a SetFit model, whose body is a SentenceTransformer, with checkpoints, and saves it."""
+"""Trains a SetFit model, whose body is a SentenceTransformer, with checkpoints, and saves it on rank 0.
+
+On all ranks at once, one would delete the ``config.json`` that another has just written, under DDP as well.
+"""
 
 import sys
 
+from accelerate import PartialState
 from datasets import load_dataset
 from setfit import SetFitModel, Trainer, TrainingArguments
 
@@ -16,4 +20,5 @@ trainer = Trainer(
 )
 trainer.train()
 print(trainer.evaluate())
-model.save_pretrained("final")
+if PartialState().is_main_process:
+    model.save_pretrained("final")
