@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.fsdp import BackwardPrefetch
-
 from torch_shard.errors import ConfigError
 from torch_shard.frontend.fsdp_settings import (
     SHARDING_STRATEGIES,
@@ -25,7 +23,7 @@ def from_fsdp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
     Raises:
         ConfigError: an argument has no counterpart, or a value that FSDP does not know either.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 
     arguments, found = Arguments("FSDPStrategy", given, defaults, FullyShardedDataParallel), Translation()
     arguments.take_same(found)
@@ -41,10 +39,9 @@ def from_fsdp(given: dict[str, Any], defaults: dict[str, Any]) -> Translation:
     if policy is not None:
         found.config["units"] = units_of_policy(policy, "FSDPStrategy.auto_wrap_policy", "a function as the policy")
     _checkpointing(arguments, found)
-    backward = BackwardPrefetch.BACKWARD_PRE
-    if arguments.is_given("backward_prefetch"):
-        backward = arguments.take("backward_prefetch")
-    if backward is not BackwardPrefetch.BACKWARD_PRE and not arguments.take("forward_prefetch"):
+    gathers_early = BackwardPrefetch.BACKWARD_PRE
+    backward = arguments.take("backward_prefetch") if arguments.is_given("backward_prefetch") else gathers_early
+    if backward is not gathers_early and not arguments.take("forward_prefetch"):
         found.config["prefetch"] = 0
     ignored = [*(arguments.take("ignored_modules") or ()), *(arguments.take("ignored_states") or ())]
     if ignored:

@@ -6,11 +6,9 @@ Before each engine's set-up the ranks agree whether the process groups of earlie
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
-import time
 import weakref
 import zlib
 from collections import deque
@@ -37,13 +35,6 @@ from .streams import streams_of
 from .work import default_store
 
 _DEFAULT_TIMEOUT = 1800.0  # seconds
-
-# The main thread pauses at exit, so that other threads can free the tensors of collectives that have just ended. A thread of
-# Gloo that frees the last reference to a tensor needs the interpreter's lock. If it asks for the lock when the interpreter is
-# shutting down, CPython before 3.14 ends the thread inside the tensor's destructor, which C++ answers by ending the process
-# ("terminate called without an active exception"). Functions at exit run in the opposite order of their registration: this
-# one runs after the ranks' goodbye.
-atexit.register(time.sleep, 0.05)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # it can't follow the group in a compiled step of Lightning
@@ -91,8 +82,8 @@ class ProcessGroups:
         topologies: the topologies of the engines so far, in the same order on all ranks.
         issued: the number of collectives that this rank has issued, by channel, of all engines.
         in_flight: the latest collective that has not been waited for, by channel.
-        buffers: the collectives that have not been waited for, with the buffers that each may still read or write: an engine may
-            be dropped before its collectives end.
+        buffers: the collectives that have not been waited for, each with its arguments and all else that it may still read or
+            write: an engine may be dropped before its collectives end.
         waiting: the reductions that wait for their inter-replica all-reduce, by channel, in the order in which all ranks began
             them.
         streams: what :meth:`streams_on` returns, by device.
@@ -171,12 +162,13 @@ class ProcessGroups:
 
     def forget_ended(self) -> None:
         """Drop the buffers of works that have ended without anybody waiting for them."""
-        for work in [work for work in self.buffers if work.is_completed()]:
-            del self.buffers[work]
+        # A thread that reads a gradient may wait for one at the same time.
+        for work in [work for work in list(self.buffers) if work.is_completed()]:
+            self.buffers.pop(work, None)
 
 
 def _keep_unfinished(in_flight: dict[str, Any], *others: Any) -> None:
-    """Keep process groups, and the tensors of their collectives, as long as the process if a collective has not ended.
+    """Keep process groups, and the tensors of their collectives, as long as the process if a latest collective has not ended.
 
     Gloo can't abort a collective. The group's destructor waits for it, and two ranks that destroy such groups in
     different order would wait for each other until the group's timeout, half an hour by default. When a process ends,

@@ -21,6 +21,12 @@ from .service import Service
 _LOOK = 1.0  # seconds between two looks at ranks that have not said goodbye
 _SLOW = 10.0  # seconds after which a rank says what it waits for
 
+# Other threads get a pause, after the goodbye, whose priority is higher, to free the tensors of collectives that have just
+# ended. A thread of Gloo that frees the last reference to a tensor needs the interpreter's lock. If it asks for the lock when the
+# interpreter is shutting down, CPython before 3.14 ends the thread inside the tensor's destructor, which C++ answers by ending
+# the process ("terminate called without an active exception").
+multiprocessing.util.Finalize(None, time.sleep, (0.1,), exitpriority=-1)
+
 
 def stay_until_all_leave(service: Service, partners: Partners, seconds: float) -> None:
     """Have this process serve on at its end, for at most `seconds`. Neither object is kept alive."""
