@@ -43,6 +43,35 @@ def test_a_unit_stays_while_the_outer_backward_needs_it(rank: int, world_size: i
     train_both(Model, rank, world_size, units=[inner])
 
 
+class Steered(nn.Module):
+    """Takes the slope of what it has computed before into account, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+        if source is not None:
+            (slope,) = torch.autograd.grad(x.square().sum(), source, retain_graph=True)
+            x = x + slope
+        return (x @ self.weight).tanh()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.steered = nn.Linear(5, 5), Steered()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        source = x.detach().requires_grad_()
+        return self.steered(self.steered(self.inp(source)), source)
+
+
+@ranks(2)
+def test_a_unit_stays_while_its_own_forward_runs_a_backward_through_it(rank: int, world_size: int) -> None:
+    train_both(Twice, rank, world_size, units=[nn.Linear, Steered])
+
+
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
