@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard
-from tests.compat.harness import MLP, batch, loss_of
+from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward
 from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.comm.work import Pending
 
 INTERRUPTS = [KeyboardInterrupt, *exhaustive(SystemExit)]
 STRATEGIES = ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")]
@@ -90,6 +91,28 @@ def test_training_goes_on_as_with_ddp(rank, strategy, by, grad):
             engine.close(optimizer)
         found.append({name: value.clone() for name, value in module.state_dict().items()})
     torch.testing.assert_close(found[1], found[0])
+
+
+# Under shard_optim no unit is resharded where the next forward begins, so that this one must be gathered anew by itself.
+@pytest.mark.parametrize("strategy", ["shard_optim", *exhaustive("full_shard", "shard_grad_op")])
+@ranks(2)
+def test_training_goes_on_where_it_came_while_a_unit_was_gathered(rank, world_size, strategy, monkeypatch):
+    pair = Pair(MLP, rank, world_size, strategy=strategy)
+    pair.train(0, 1)
+    wait = Pending.wait
+    left = [2]  # the second gather of the forward, which was begun ahead
+
+    def interrupt(self: Pending) -> None:
+        left[0] -= self.channel.purpose == "all-gather"
+        if not left[0]:
+            raise KeyboardInterrupt
+        wait(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pending, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            plain_backward(pair.model, batch(rank, 2))
+    pair.train(3, 4)
 
 
 @ranks(2)
