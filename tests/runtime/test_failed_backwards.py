@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.compat.harness import MLP, Pair, batch, plain_backward, same_params
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -50,3 +52,29 @@ def test_a_graph_task_that_is_dropped_in_the_next_step_changes_nothing_there(ran
     assert not late.kept
     pair.step(plain_backward, batch(rank, 3))
     same_params(pair.model, pair.plain)
+
+
+@ranks(2)
+def test_the_buffers_of_its_reductions_are_let_go_once_these_have_ended(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    pair.step(plain_backward, batch(rank, 0))
+    channel = runtime_of(pair.engine).collectives.reduce_channel
+    buffers = channel.groups.buffers
+
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("half-way")
+
+    handles = [pair.model.blocks[1].up.weight.register_hook(fail)]
+    if rank == 1:  # the other one fails while its first reductions are under way
+        handles.append(pair.model.head.weight.register_hook(lambda _: time.sleep(0.5)))
+    begun = channel.issued
+    with pytest.raises(KeyError):
+        plain_backward(pair.model, batch(rank, 1))
+    assert channel.issued > begun
+    for handle in handles:
+        handle.remove()
+    left = list(buffers)  # on rank 0: nobody waits for them any more
+    for work in left:
+        work.wait()
+    pair.step(plain_backward, batch(rank, 2))
+    assert not buffers.keys() & set(left)
