@@ -106,6 +106,28 @@ def test_all_ranks_that_wait_for_one_ask_little_and_name_it() -> None:
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 
 
+class EndsLate:
+    """The work of a collective that another rank has come to late."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+def test_a_step_after_a_wait_asks_nothing() -> None:
+    """What the rank has posted is withdrawn at the end of the wait."""
+    store, groups = CountingStore(Rank()), ProcessGroups([0, 1], "groups", made={"reduce": None})
+    with mock.patch("torch_shard.comm.watchdog.default_store", return_value=store):
+        watch = Watchdog(0, groups.ranks, 6.0, groups.key)
+        channel = watch.add(Channel("reduce", groups, range(2)))
+        watch.wait(Pending(watch, channel, channel.count(), "the reduce of a test", EndsLate()))
+        asked = store.requests.total()
+        watch.note_step()
+    assert store.requests.total() == asked > 0
+
+
 @pytest.mark.exhaustive
 def test_ranks_that_wait_for_each_other_find_it_out_with_few_requests() -> None:
     names = ("reduce", "all-gather")
