@@ -120,6 +120,17 @@ def test_plain_operands_are_broadcast_to_the_global_shape(rank, world_size):
             a * bad
 
 
+@ranks(2)
+def test_a_mask_is_filled_with_a_plain_number_in_a_tensor_of_any_dtype(rank, world_size):
+    plain, mask = values(), values(seed=1)
+    shards = sharded(plain, rank, world_size)
+    for name in ("matrix", "cube", "image", "none"):
+        for number in (torch.tensor(7.5), torch.tensor(2.5, dtype=torch.float64), torch.tensor(3)):
+            for a in (plain[name], shards[name]):
+                a[mask[name] > number / 10] = number
+            same(shards[name], plain[name])
+
+
 @pytest.mark.parametrize("other", [torch.float64, torch.float16, torch.int64])
 @ranks(2)
 def test_dtypes_are_promoted_as_in_plain_torch(rank, world_size, other):
