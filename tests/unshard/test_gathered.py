@@ -15,7 +15,7 @@ import torch_shard
 from tests.support.marks import exhaustive, quick
 from tests.support.odd_model import Net, assert_grads, assert_same, batch, build, reference_grads, trained
 from tests.support.ranks import ranks
-from torch_shard.errors import ConfigError, ReplacedParameterError, ShardError, UnitStateError
+from torch_shard.errors import ConfigError, NeedsGatherError, ReplacedParameterError, ShardError, UnitStateError
 
 
 def sharded(**config: Any) -> tuple[Net, Net, torch_shard.Engine]:
@@ -153,6 +153,19 @@ def test_assigned_data_is_written_back(rank: int) -> None:
         model.blocks[0][0].weight.data = torch.zeros(11, 5)
     assert_same(full(model, engine), plain)
     torch.testing.assert_close(model(batch(rank)), plain(batch(rank)))
+
+
+@ranks(2)
+def test_data_on_another_device_is_refused_and_changes_nothing() -> None:
+    """Assigned to the sharded parameter, which an optimizer holds, say, while the module has the full one."""
+    plain, model, engine = sharded()
+    weight = model.blocks[0][0].weight
+    with (
+        engine.gathered(write=True),
+        pytest.raises(NeedsGatherError, match=r"torch\.float32 on meta in place of torch\.float32 on cpu"),
+    ):
+        weight.data = torch.zeros(11, 5, device="meta")
+    assert_same(full(model, engine), plain)
 
 
 @ranks(2)
