@@ -1,10 +1,12 @@
 """Gradients that reach parameters past their modules' forwards, or not at all."""
 
+import pytest
 import torch
 from torch import nn
 
 from tests.compat.harness import loss_of, train_both
 from tests.support.ranks import ranks
+from torch_shard.unit.held_gradients import is_unshared, least_references
 
 
 class WithoutBias(torch.autograd.Function):
@@ -37,3 +39,16 @@ def test_a_function_without_a_derivative_by_a_parameter_leaves_it_without_a_grad
         assert model.bias.grad is None
 
     train_both(lambda: nn.Linear(5, 5), rank, world_size, run=run)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_whether_others_hold_a_gradient_is_told_without_another_backward(view, monkeypatch):
+    """For each gradient it would cost more than the launches that are saved."""
+    least_references(view)  # set-up runs one for each kind
+    backward, begun, answers = torch.autograd.backward, [], []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args, **rest: begun.append(1) or backward(*args, **rest))
+    leaf = torch.zeros(3, 2, requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    node.register_prehook(lambda grads: answers.append(is_unshared(grads)))
+    (2 * (leaf.t() if view else leaf)).sum().backward()
+    assert answers == [True] and len(begun) == 1
