@@ -82,6 +82,32 @@ def test_a_tensor_made_after_the_one_returned_trains_like_plain(rank, world_size
     train_both(lambda: Model(way, frozen), rank, world_size, run=_backward, unit_bytes=200, broadcast_buffers=False)
 
 
+class Balanced(nn.Module):
+    """Keeps a part of the loss in an attribute, and makes its output after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.balance: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.balance = self.gate(torch.tanh(self.out(x))).square().mean()
+        return self.out(x)
+
+
+@ranks(2)
+def test_a_loss_that_a_block_keeps_and_whose_output_is_dropped_trains_like_plain(rank, world_size):
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        model(x)
+        sum(block.balance for block in model).backward()
+
+    class Blocks(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(block(x) for block in self)
+
+    train_both(lambda: Blocks(Balanced() for _ in range(3)), rank, world_size, run=run, unit_bytes=200)
+
+
 @pytest.mark.parametrize("trainable", [True, *seldom(False)])
 @ranks(2)
 def test_a_frozen_norm_is_released_after_use(rank, world_size, trainable):
