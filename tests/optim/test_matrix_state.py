@@ -229,6 +229,12 @@ def test_a_step_holds_a_few_units_beside_the_largest_matrix_and_no_second_copy_o
     assert part < 0.85
 
 
+@ranks(2)
+def test_a_step_exchanges_a_unit_in_parts_where_there_are_few_units(rank):
+    _, units = highest_in_a_step(blocks=3, width=16, rows=2)
+    assert units < 4.0
+
+
 @pytest.mark.parametrize("name", quick(MAKE, ["Muon"]))
 @ranks(2)
 def test_a_file_of_one_rank_part_of_the_state_is_refused_and_the_part_itself_may_be_loaded_and_copied(rank, name):
