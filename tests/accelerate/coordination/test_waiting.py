@@ -224,6 +224,18 @@ def test_wait_for_everyone_stays_a_barrier_after_an_engine_was_given_up(rank):
 
 
 @ranks(2)
+def test_wait_for_everyone_stays_a_barrier_where_ranks_can_not_be_compared_any_more(rank, monkeypatch):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        groups = runtime_of(engine_of(model)).collectives.watchdog.channels["control"].groups
+        monkeypatch.setattr(groups, "broken", "a rank has stopped at an error")
+        with pytest.raises(DivergenceError, match="a rank has stopped at an error"):
+            model(torch.ones(2, 12))
+        acc.wait_for_everyone()
+        monkeypatch.undo()
+
+
+@ranks(2)
 def test_a_rank_that_begins_a_shuffled_dataloader_while_another_computes_hears_of_it_at_once(rank):
     with accelerator() as acc:
         model, data = acc.prepare(net(), loader(shuffle=True))
