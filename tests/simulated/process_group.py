@@ -4,6 +4,7 @@ It is a backend of torch.distributed under the name of one that this build of to
 are Gloo's. As with NCCL, a group's communicator is made in its first collective on the device, where the host waits for the
 other ranks without a limit. So this may happen only where they are known to come, directly behind a collective of the hosts:
 elsewhere two ranks that come to two new communicators in different order wait for each other, outside of any watchdog.
+A collective on the device takes memory of the device alone.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ class SimulatedGroup(dist.ProcessGroup):
         with _unseen():
             work = start()
         with torch._C.DisableTorchFunction():
-            on_device = own is not None and any(own.memory.kind(t) == DEVICE for t in (*reads, *writes) if t.numel())
+            kinds = set() if own is None else {own.memory.kind(t) for t in (*reads, *writes) if t.numel()}
+        on_device = DEVICE in kinds
+        if own is not None and on_device and len(kinds) > 1:
+            own.failures.append(f"{name} at {site()}: memory of the host beside the device's")
         global _met
         if own is None or not on_device:
             _met = self.size()
