@@ -13,6 +13,7 @@ from torch import nn
 
 import torch_shard
 from tests.runtime.test_lone_reads import TOKENS, made, same
+from tests.support.inside import runtime_of
 from tests.support.marks import quick
 from tests.support.ranks import ranks
 from torch_shard.comm.one_sided.partners import Partners, Reading
@@ -119,6 +120,22 @@ def test_a_lone_read_that_records_gradients_does_not_meet_the_forward_of_the_oth
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.zero_grad()
     assert engine.statistics().lone_reads == (3 if rank == 0 else 0)
+
+
+@ranks(2)
+def test_no_memory_is_kept_of_what_a_rank_has_left_once_it_is_back(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    engine = torch_shard.shard(model, alone_after=LATE)
+    groups = runtime_of(engine).collectives.watchdog.channels["control"].groups
+    before = set(groups.buffers)
+    if rank == 0:
+        with torch.no_grad():
+            model.weight.norm()
+        assert len(groups.buffers) == len(before) + 1  # the other rank still comes to this comparison
+    dist.barrier()
+    model(torch.ones(1, 4))
+    assert engine.statistics().lone_reads == (rank == 0)
+    assert set(groups.buffers) <= before
 
 
 READS: dict[str, Callable[[nn.Module, torch_shard.Engine, torch.optim.Optimizer], Any]] = {
