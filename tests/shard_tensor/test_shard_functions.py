@@ -46,6 +46,31 @@ def test_arithmetic_and_reductions_to_a_scalar_gather_nothing(rank):
     assert engine.statistics().peak_gathered == 0
 
 
+@ranks(2)
+def test_edits_by_tensors_that_train_gather_nothing_where_nothing_is_recorded(rank):
+    engine, p, w = made()
+    with torch.no_grad():
+        for factor in (torch.tensor(2.0), torch.arange(7.0)):
+            factor.requires_grad_()
+            for t in (p, w):
+                t.mul_(factor)
+    assert engine.statistics().peak_gathered == 0
+    same(p.detach(), w.detach())
+
+
+@ranks(2)
+def test_a_number_that_trains_gets_its_gradient_from_all_of_a_frozen_parameter(rank):
+    """Though a number leaves a shard a shard: each rank has to have the whole gradient."""
+    _, p, w = made()
+    grads = []
+    for t in (p, w):
+        t.requires_grad_(False)
+        factor = torch.tensor(2.0, requires_grad=True)
+        (t * factor).sum().backward()
+        grads.append(factor.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("recording", [True, False])
 @ranks(2)
 def test_what_needs_all_elements_is_computed_from_the_gathered_parameter(rank, recording):
