@@ -179,6 +179,20 @@ def test_buffers_are_those_of_rank_0(rank, tmp_path):
     assert again.norm.running_mean.tolist() == [1.0] * 7
 
 
+@ranks(2)
+def test_a_buffer_that_was_made_of_a_sharded_parameter_comes_back(rank, tmp_path):
+    """An average of the weights, say. Loading copies it, as it is no parameter whose memory could be read into."""
+    model, engine = alone(Net)
+    model.register_buffer("average", model.head.weight.detach().clone())
+    expected = whole(engine)
+    save(engine, tmp_path / "c")
+    with torch.no_grad():
+        for t in (*model.parameters(), model.average):
+            t.mul_(0.5)
+    load(engine, tmp_path / "c")
+    same(whole(engine), expected)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_parameters_that_are_not_sharded_are_kept(form, rank, tmp_path):
