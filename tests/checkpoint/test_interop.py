@@ -20,6 +20,7 @@ from tests.checkpoint.helpers import adamw, build, load, same, save, whole
 from tests.compat.harness import MLP, batch, plain_backward
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.checkpoint.sharded.entry_tree import optimizer_of
 
 
 def double() -> nn.Module:
@@ -148,3 +149,18 @@ def test_state_dicts_given_to_dcp_itself(rank, tmp_path):
     dcp.load(into, checkpoint_id=tmp_path / "c")
     second.load_state_dict(into["optimizer"])
     same(whole(other, second), expected)
+
+
+def test_a_flattened_optimizers_numbered_groups_have_all_their_settings():
+    """Of a state dict with names of parameters that was flattened key by key."""
+    moment = torch.ones(2)
+    flat = {
+        "param_groups.0.lr": 0.1,
+        "param_groups.0.eps": 1e-8,
+        "param_groups.1.lr": 0.2,
+        "state.a.exp_avg": moment,
+        "state.b.exp_avg": moment,
+    }
+    found = optimizer_of(flat, {"a", "b"})
+    assert found.groups == [{"lr": 0.1, "eps": 1e-8}, {"lr": 0.2}]
+    assert found.state == {"a": {"exp_avg": moment}, "b": {"exp_avg": moment}}
