@@ -359,6 +359,17 @@ def test_a_state_dict_that_one_rank_alone_loads_is_an_error_in_the_next_forward(
 
 
 @ranks(2)
+def test_an_edit_on_one_rank_alone_is_an_error_also_where_only_a_submodule_is_trained(rank):
+    model, _ = stepped()
+    step(model[0])
+    if rank == 0:
+        with torch.no_grad():
+            model[2].weight.mul_(2)
+    with pytest.raises(DivergenceError, match="not made the same changes"):
+        model[0](torch.ones(2, 4))
+
+
+@ranks(2)
 def test_loading_on_all_ranks_or_inside_gathered_is_no_difference(rank):
     model = net()
     engine = torch_shard.shard(model, **small)
