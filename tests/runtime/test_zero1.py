@@ -191,6 +191,17 @@ def test_an_edit_between_forwards_of_a_submodule_counts(rank, world_size):
             pair.each(lambda m: m.inp.weight.mul_(0.5))
 
 
+@ranks(2)
+def test_an_edit_that_leaves_no_trace_counts_in_the_next_recorded_forward_of_a_submodule(rank, world_size):
+    pair = Pair(MLP, rank, world_size, strategy="shard_optim")
+    x = torch.ones(2, 5, dtype=torch.float64)
+    for _ in range(3):
+        same(*pair.each(lambda m: m.inp(x)))
+        for p in pair.model.parameters():
+            p.to_local().data.mul_(0.5)
+        halve(pair.plain)
+
+
 @pytest.mark.exhaustive
 @ranks(2)
 def test_a_full_state_dict_leaves_nothing_gathered(rank, world_size):
