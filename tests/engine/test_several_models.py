@@ -13,6 +13,7 @@ import torch_shard
 from tests.compat.harness import Block, average_grads, batch, same, same_grads
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.comm.multi_engine_order import EngineOrder
 from torch_shard.errors import DivergenceError, ShardError
 
 WIDTH = 5
@@ -150,3 +151,22 @@ def test_a_backward_that_one_model_refuses_leaves_another_free_to_edit_its_gradi
     _halve_gradients(other)
     with pytest.raises(ShardError, match="was edited"):
         torch.autograd.grad(other(batch(rank, 2)).sum(), list(other.parameters()))
+
+
+def order_of(units: dict[str, int]) -> int | None:
+    """The order of the collectives in one backward through two models: one collective of each kind, of these units."""
+    order, models = EngineOrder(), (object(), object())
+    for task, model in enumerate(models):
+        order.begin(model, task)
+    for kind, unit in units.items():
+        order.note(kind, 1, unit)
+    for model in models:
+        order.end(model)
+    return order.order()
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce", "secondary gather"])
+def test_in_a_backward_through_several_models_another_unit_is_another_order_for_every_kind_of_collective(kind):
+    usual = {"gather": 0, "reduce": 0, "secondary gather": 0}
+    found = {order_of({**usual, kind: unit}) for unit in range(4)}
+    assert len(found) == 4 and None not in found
