@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 
 import torch_shard
 from tests.offload.models import WIDTH, Model, Training
@@ -108,6 +110,20 @@ def test_frozen_parameters_have_no_gradient_but_a_copy_to_compute_with(rank):
     staging = staged(engine)
     assert sum(made) == b.host - b.optimizer - staging
     assert 0 < b.gradients < b.parameters == 2 * (b.total - b.parameters - b.gradients - b.optimizer - staging)
+
+
+def test_buffers_for_gradients_that_arrive_narrower_are_allocated_at_set_up():
+    """Where the backend sums in the dtype that is sent, as all do but Gloo. A lack of memory shows before the first step."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        model = Model()
+        with noted() as made:
+            engine = torch_shard.shard(model, precision=BF16, offload="cpu")
+        assert staged(engine) > 0
+        assert sum(made) == engine.plan.predicted.host_at_setup
+        engine.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_offload_nothing_is_in_host_memory():
