@@ -140,3 +140,13 @@ def test_counters_have_the_default_dtype(rank, world_size, name):
     finally:
         torch.set_default_dtype(torch.float32)
     go(pair, 2, 2)
+
+
+@ranks(2)
+def test_state_that_the_user_keeps_under_a_number_stays_in_the_state_dict(rank, world_size):
+    """Also under one that is no parameter's."""
+    pair = Pair(Odd, rank, world_size, optimizer=MAKE["AdamW"])
+    go(pair, 0)
+    for _, optimizer in both(pair):
+        optimizer.state[99] = {"seen": 3}
+        assert optimizer.state_dict()["state"][99] == {"seen": 3}
