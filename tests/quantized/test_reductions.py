@@ -32,6 +32,7 @@ from tests.quantized.harness import (
     picked,
     sharded,
 )
+from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision, Quantized
@@ -245,6 +246,18 @@ def test_what_error_feedback_keeps_is_counted(rank):
     model.zero_grad()
     kept = engine.memory_summary()["gradients"]
     assert kept == 2 * sum(layout.numel for layout in layouts(engine) if is_quantized(layout))
+
+
+@ranks(2)
+def test_every_buffer_that_a_reduction_takes_is_given_back_for_later_ones(rank, monkeypatch):
+    model, _, engine = sharded(GRADIENTS)
+    collectives, taken, given = runtime_of(engine).collectives, [], []
+    take, give = collectives.take, collectives.give
+    monkeypatch.setattr(collectives, "take", lambda *key: taken.append(take(*key)) or taken[-1])
+    monkeypatch.setattr(collectives, "give", lambda buffer: given.append(buffer) or give(buffer))
+    plain_backward(model, inputs(rank, 0))
+    assert torch.uint8 in {buffer.dtype for buffer in taken}  # payloads
+    assert sorted(map(id, given)) == sorted(map(id, taken))
 
 
 @ranks(2)
