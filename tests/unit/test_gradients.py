@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.compat.harness import loss_of, train_both
 from tests.support.ranks import ranks
-from torch_shard.unit.held_gradients import is_unshared, least_references
+from torch_shard.unit.held_gradients import HeldGradients, is_unshared, least_references
 
 
 class WithoutBias(torch.autograd.Function):
@@ -52,3 +52,13 @@ def test_whether_others_hold_a_gradient_is_told_without_another_backward(view, m
     node.register_prehook(lambda grads: answers.append(is_unshared(grads)))
     (2 * (leaf.t() if view else leaf)).sum().backward()
     assert answers == [True] and len(begun) == 1
+
+
+@pytest.mark.parametrize(("numel", "is_short"), [(3, True), (1 << 15, False)])
+def test_short_padding_is_zeroed_along_with_gradients_that_are_copied(numel, is_short):
+    """Long padding is left to a kernel of its own, because copying zeros would read memory."""
+    flat = torch.full((4 + numel,), 9.0)
+    held = HeldGradients([(4, 4 + numel)])
+    held.hold(0, torch.ones(4), adds=False)
+    assert held.copy_to(flat, [flat[:4]], factor=1.0, whole=True) == is_short
+    assert flat[:4].eq(1).all() and flat[4:].eq(0 if is_short else 9).all()
