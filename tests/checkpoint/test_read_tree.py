@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_shard
+from tests.checkpoint.test_interop import adamw, double, saved_as
 from tests.compat.harness import MLP, batch, plain_backward
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.sharded.read_tree import read_contents
@@ -63,3 +64,14 @@ def test_one_of_several_is_read_alone_and_two_unknown_ones_are_an_error(rank, tm
     assert all(torch.equal(found.models["other"][n].to_local(), v.to_local()) for n, v in wanted.items())
     with pytest.raises(StateDictError, match="no models of the names 'a', 'b'"):
         read_contents(first, tmp_path / "c", models={"a": first, "b": second})
+
+
+@ranks(2)
+def test_an_optimizer_within_an_applications_state_is_found(rank, tmp_path):
+    model, optimizer = saved_as("app", rank, tmp_path / "c")
+    live = double()
+    engine = torch_shard.shard(live)
+    (saved,) = read_contents(engine, tmp_path / "c", [adamw(live)]).optimizers
+    for (name, _), p in zip(live.named_parameters(), model.parameters(), strict=True):
+        moment = saved["state"][name]["exp_avg"]
+        assert torch.equal(moment.full_tensor(), optimizer.state[p]["exp_avg"]), name
