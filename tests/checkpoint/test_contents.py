@@ -129,6 +129,19 @@ def test_state_of_every_kind(rank, tmp_path):
     assert second.state["rounds"]["count"] == 2
 
 
+@ranks(2)
+def test_state_that_each_rank_has_all_of_is_not_sharded_by_a_load(rank, tmp_path):
+    model, engine, optimizer = build(model=Net)
+    train(model, optimizer, rank, range(1))
+    wanted = model.head.weight.full_tensor().detach().clone()
+    optimizer.state[model.head.weight]["average"] = wanted.clone()
+    save(engine, tmp_path / "c", optimizer)
+    again, other, second = build(seed=1, model=Net)
+    load(other, tmp_path / "c", second)
+    found = second.state[again.head.weight]["average"]
+    assert type(found) is torch.Tensor and torch.equal(found, wanted)
+
+
 def halved() -> nn.Module:
     return Net().bfloat16()
 
