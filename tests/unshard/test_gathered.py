@@ -317,6 +317,18 @@ def test_frozen_inside_stays_frozen() -> None:
     assert not model.head.bias.requires_grad and model.frozen.requires_grad
 
 
+@ranks(2)
+def test_frozen_inside_stays_frozen_when_its_neighbour_is_differentiated_by() -> None:
+    _, model, engine = sharded()
+    layer = model.blocks[0][0]
+    weight = layer.weight
+    with engine.gathered():
+        layer.bias.requires_grad_(False)
+        (grad,) = torch.autograd.grad(layer.weight.sum(), weight)
+        assert grad.full_tensor().eq(1).all() and not layer.bias.requires_grad
+    assert not layer.bias.requires_grad
+
+
 class Nosy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
