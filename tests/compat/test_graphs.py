@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -260,6 +261,19 @@ def test_backward_with_inputs_gives_gradients_to_those_parameters_only(rank, wor
         BACKWARDS[how](loss, list(model.parameters()) if all_of_them else [model.blocks[1].up.weight, model.inp.bias])
 
     train_both(MLP, rank, world_size, run=run)
+
+
+@ranks(2)
+def test_backward_with_inputs_in_another_mapping_than_a_dict_raises_torchs_own_error(rank):
+    model = MLP().double()
+    torch_shard.shard(model)
+    loss, inputs = loss_of(model(batch(rank, 0))), MappingProxyType(dict(model.named_parameters()))
+    texts = []
+    for backward in (torch.autograd.backward, torch.autograd.backward.__wrapped__):
+        with pytest.raises((TypeError, RuntimeError)) as raised:
+            backward(loss, inputs=inputs)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
 
 
 @ranks(2)
