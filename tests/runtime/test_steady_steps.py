@@ -50,6 +50,35 @@ def test_gathers_are_predicted(
     assert all(step == (gathers, []) for step in steps[2:])
 
 
+class Forces(nn.Module):
+    """Differentiates what one layer gives before it uses the next one, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))  # a unit whose forward is around both layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).square().sum(), x)
+        result: torch.Tensor = self.head(force) * self.scale
+        return result
+
+
+@ranks(2)
+def test_a_backward_inside_a_forward_gathers_nothing_for_the_rest_of_the_forward(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Forces()
+    torch_shard.shard(model, units=[nn.Linear], prefetch=0)
+    for _ in range(3):
+        with followed(monkeypatch) as found:
+            model(torch.randn(4, 16)).square().mean().backward()
+        gathers = [name for what, name in found if what == "gather"]
+        assert gathers.count("energy") == gathers.count("head") == 1, gathers
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optim"])
 @ranks(2)
 def test_nothing_is_asked_of_a_service_unless_a_rank_reads_alone(
