@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.compat.harness import Block, Pair, batch
 from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from torch_shard.comm.watchdog import Watchdog
-from torch_shard.comm.work import Pending
+from torch_shard.comm.work import Pending, ends_within
 from torch_shard.errors import ShardError
 
 BLOCKS = 8
@@ -189,6 +190,28 @@ class _EndsAsTheTimeIsUp:
         self.waits += 1
         if self.waits <= 2 or self.failure:
             raise RuntimeError(self.failure or "Timed out")
+
+
+class _EndsAtTheThirdLook:
+    """A collective on a stream; a wait for it makes the stream wait, and the host goes on at once."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.ended_at_wait: bool | None = None
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks >= 3
+
+    def wait(self) -> None:
+        self.ended_at_wait = self.looks >= 3
+
+
+def test_the_host_waits_with_a_limit_for_a_collective_on_a_stream_to_end():
+    watchdog, channel = SimpleNamespace(on_streams=True), SimpleNamespace(purpose="scalar")
+    pending, work = SimpleNamespace(watchdog=watchdog, channel=channel), _EndsAtTheThirdLook()
+    assert not ends_within(work, 0.0, pending) and work.ended_at_wait is None
+    assert ends_within(work, 60.0, pending) and work.ended_at_wait
 
 
 @pytest.mark.parametrize("failure", ["", "connection reset"])
