@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_shard
+from tests.simulated import simulation
 from tests.simulated.modes import ACCELERATOR
 from tests.simulated.programs import ROWS, WIDTH, Model
 from tests.simulated.simulation import group, simulated
 from tests.support.inside import runtime_of
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
+from torch_shard.comm import collectives
 
 STEPS = 3
 BF16 = torch_shard.Precision(torch.bfloat16, torch.float32)
@@ -109,6 +113,26 @@ def difference(make, config, rank, accumulate=1):
 @ranks(2)
 def test_training_is_like_under_ddp(rank, name):
     assert difference(Model, CASES[name], rank)[0] <= TOLERANCES.get(name, 1e-6)
+
+
+@ranks(2)
+def test_training_is_like_under_ddp_if_the_host_waits_for_the_devices_collectives(rank):
+    """As over Gloo, for which an engine makes no streams, although the device has some."""
+    torch.manual_seed(0)
+    plain = Model()
+    torch.manual_seed(0)
+    over_gloo = mock.patch.object(simulation, "group", return_value=dist.group.WORLD)
+    unlike_nccl = mock.patch.object(collectives, "like_nccl", return_value=False)
+    with over_gloo, simulated("late") as world, unlike_nccl:
+        with ACCELERATOR:
+            model = Model()
+        engine = torch_shard.shard(model)
+        train(model, rank, engine)
+        found = {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
+    assert not world.memory.races
+    train(DistributedDataParallel(plain), rank)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-6, msg=name)
 
 
 @ranks(2)
