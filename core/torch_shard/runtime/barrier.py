@@ -24,6 +24,6 @@ def wait_for_all(runtime: Runtime, seconds: float, what: str) -> None:
     c = runtime.collectives
     control = c.watchdog.channels.get("control")
     can_agree = control is not None and not control.groups.broken
-    if can_agree and not runtime.solo and graph_task() == -1:
+    if can_agree and graph_task() == -1:
         with c.watchdog.timeout_at_least(seconds):
             agree(runtime, what)

@@ -223,6 +223,18 @@ def test_wait_for_everyone_stays_a_barrier_after_an_engine_was_given_up(rank):
         acc.wait_for_everyone()
 
 
+@ranks(2, fresh=True)
+def test_a_rank_that_still_reads_gathered_parameters_waits_for_those_that_do_not(rank):
+    with accelerator() as acc:
+        model = acc.prepare(net())
+        with engine_of(model).gathered(ranks=0):
+            if rank == 0:
+                acc.wait_for_everyone()
+        if rank == 1:
+            acc.wait_for_everyone()
+        model(torch.ones(2, 12))
+
+
 @ranks(2)
 def test_wait_for_everyone_stays_a_barrier_where_ranks_can_not_be_compared_any_more(rank, monkeypatch):
     with accelerator() as acc:
