@@ -121,14 +121,17 @@ def test_plain_operands_are_broadcast_to_the_global_shape(rank, world_size):
 
 
 @ranks(2)
-def test_a_mask_is_filled_with_a_plain_number_in_a_tensor_of_any_dtype(rank, world_size):
+def test_a_tensor_or_a_part_by_a_mask_is_filled_with_a_plain_number_of_any_dtype(rank, world_size):
     plain, mask = values(), values(seed=1)
     shards = sharded(plain, rank, world_size)
-    for name in ("matrix", "cube", "image", "none"):
+    for name in ("matrix", "cube", "image", "none", "scalar"):
         for number in (torch.tensor(7.5), torch.tensor(2.5, dtype=torch.float64), torch.tensor(3)):
-            for a in (plain[name], shards[name]):
-                a[mask[name] > number / 10] = number
-            same(shards[name], plain[name])
+            if name != "scalar":  # a mask of no dimension is no index in torch
+                for a in (plain[name], shards[name]):
+                    a[mask[name] > number / 10] = number
+                same(shards[name], plain[name])
+            for fill in (lambda a, n=number: a.masked_fill(a < 2, n), lambda a, n=number: a.fill_(2 * n)):
+                same(fill(shards[name]), fill(plain[name]))
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.float16, torch.int64])

@@ -140,10 +140,15 @@ def _count_edit(target: ShardTensor) -> None:
     torch.autograd.graph.increment_version(target._shard_state.local)
 
 
+_FILLS = ("fill", "fill_", "masked_fill", "masked_fill_")
+
+
 def _local(value: Any, spec: ShardSpec, func: Any) -> Any:
     if isinstance(value, ShardTensor):
         return value._shard_state.local
     if isinstance(value, torch.Tensor):
+        if value.dim() == 0 and func._opname in _FILLS:
+            return value  # is not promoted, and must stay 0-dim
         local = broadcast_shard(value, spec, str(func))
         # For type promotion a 0-dim parameter and a 0-dim plain operand are equals. The parameter's shard is 1-D, so the
         # operand is made 1-D, too.
