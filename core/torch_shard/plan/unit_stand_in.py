@@ -149,7 +149,7 @@ class FlatStandIn:
 class UnitStandIn:
     """One unit, for :class:`torch_shard.schedule.unshard_schedule.UnshardSchedule`."""
 
-    is_summoned = exposed = False
+    exposed = False
 
     def __init__(self, plan: UnitPlan, index: int, ranks: int, log: Log, offload: Offload | None) -> None:
         self.name, self.index, self._log = plan.name, index, log

@@ -72,7 +72,7 @@ class Backwards:
             trigger = functools.partial(self.trigger, use)
             for tensor in found:
                 tensor.register_hook(trigger)
-        if unit.gathers and use.saved and (not found or (forward and (by_python or _newer_nodes(found, use.end)))):
+        if unit.gathers and use.saved and forward and (by_python or _newer_nodes(found, use.end)):
             # Backward may reach this use without its trigger. There is no tensor to hook, or the user has put an unsharded
             # parameter aside, or a later tensor than those found has left the forward some other way. So the unit stays
             # unsharded until backward ends.
@@ -357,7 +357,7 @@ class Backwards:
             unit.drop_secondary_shards()
             for flat in unit.flats:
                 flat.gradients.forget()
-            if unit.state is not State.SHARDED and unit.gathers and not unit.running and not unit.is_summoned:
+            if unit.state is not State.SHARDED and unit.gathers and not unit.running:
                 with contextlib.suppress(ShardError):
                     if all(p.wait_at_most(PAUSE) for p in unit.pending):
                         runtime.schedule.reshard(unit)

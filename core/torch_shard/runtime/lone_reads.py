@@ -139,7 +139,7 @@ class LoneReads:
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for the running lone read."""
         unit.wait()
-        idle = not (unit.running or unit.uses or unit.kept or unit.is_summoned)
+        idle = not (unit.running or unit.uses or unit.kept)
         if idle and unit.state is State.FULL and unit.gathers and (unit.is_stale() or unit.outdated):
             self._reshard(unit)
             unit.outdated = True  # the other ranks have to gather it, too, when all compute with it the next time
@@ -164,7 +164,7 @@ class LoneReads:
     def _reshard_unneeded(self, besides: Unit | None = None) -> None:
         """Reshard the units of the running read that nothing needs, except `besides`."""
         for unit in self._units:
-            needed = unit is besides or unit.running or unit.uses or unit.kept or unit.is_summoned
+            needed = unit is besides or unit.running or unit.uses or unit.kept
             if not needed and unit.state is not State.SHARDED:
                 self._reshard(unit)
         self._units = [unit for unit in self._units if unit.state is not State.SHARDED]

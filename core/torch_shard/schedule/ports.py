@@ -33,9 +33,6 @@ class ScheduledUnit(Protocol):
     event_texts: list[str]
 
     @property
-    def is_summoned(self) -> bool: ...
-
-    @property
     def params(self) -> Sequence[Any]:
         """The parameters, each with ``requires_grad``."""
 

@@ -163,7 +163,7 @@ class UnshardSchedule(Generic[UnitT]):
             return
         for unit, changed in zip(self.units.values(), marks.tolist(), strict=True):
             unit.outdated = bool(changed)
-            if changed and not (unit.state is State.SHARDED or unit.running or unit.uses or unit.is_summoned):
+            if changed and not (unit.state is State.SHARDED or unit.running or unit.uses):
                 self.reshard(unit)  # at one place on all ranks, or some would prefetch it
 
     def reshard(self, unit: UnitT, for_backward: bool = False) -> None:
@@ -184,7 +184,7 @@ class UnshardSchedule(Generic[UnitT]):
         if self.double_backward:
             return
         for unit in list(self.gathered.values()):
-            if not (unit.running or unit.uses or unit.is_summoned or unit in besides):
+            if not (unit.running or unit.uses or unit in besides):
                 self.reshard(unit, for_backward)
 
     def reshard_after_evaluation(self) -> None:

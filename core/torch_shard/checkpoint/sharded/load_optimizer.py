@@ -104,15 +104,15 @@ class OptimizerLoad:
         problems = []
         for p in params_of(self.optimizer):
             name = self.names[id(p)]
-            for path, leaf in leaves(self.entries.get(name, {})):
-                live = self.optimizer.state.get(p, {}).get(path[0])
-                if not isinstance(leaf, Stored) or len(path) > 1 or not isinstance(live, torch.Tensor):
+            for key, leaf in self.entries.get(name, {}).items():
+                live = self.optimizer.state.get(p, {}).get(key)
+                if not isinstance(leaf, Stored) or not isinstance(live, torch.Tensor):
                     continue
                 # With stochastic rounding the first step gives state the dtype that was saved. Adagrad makes its state before
                 # that step, in the parameter's dtype.
                 if live.dtype != p.dtype or leaf.dtype != state_dtype(p):
                     asked = None if dtype is None else live.dtype
-                    problems += wrong_dtype(f"{name}: {path[0]}", leaf.dtype, live, asked, "checkpoint")
+                    problems += wrong_dtype(f"{name}: {key}", leaf.dtype, live, asked, "checkpoint")
         return problems
 
     # -- reading ------------------------------------------------------------------------------------------------
