@@ -359,12 +359,14 @@ def test_a_rank_reads_alone_between_the_parts_of_a_training_forward(rank: int) -
     same(engine.state_dict(rank0_only=False), plain.state_dict())
 
 
+@pytest.mark.parametrize("reader", [1, *exhaustive(0)])
 @ranks(2)
-def test_a_lone_backward_is_an_error_on_the_rank_that_calls_it(rank: int) -> None:
+def test_a_lone_backward_is_an_error_on_the_rank_that_calls_it(rank: int, reader: int) -> None:
     sharded, _, plain = made()
-    if rank == 0:
+    if rank == reader:
         norm = sharded.embed.weight.norm()
-        with pytest.raises(DivergenceError, match=r"embed.weight .*alone.*test_lone_reads.py"):
+        where = rf"embed.weight .*alone.*test_lone_reads.py.*\(rank {1 - rank} "
+        with pytest.raises(DivergenceError, match=where):
             norm.backward()
     for model in (sharded, plain):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))

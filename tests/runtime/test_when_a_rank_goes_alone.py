@@ -18,6 +18,7 @@ from tests.support.marks import quick
 from tests.support.ranks import ranks
 from torch_shard.comm.one_sided.partners import Partners, Reading
 from torch_shard.comm.work import Pending
+from torch_shard.errors import DivergenceError
 
 TRIES = 10
 NOTICED = 0.05  # seconds, by the documentation
@@ -120,6 +121,16 @@ def test_a_lone_read_that_records_gradients_does_not_meet_the_forward_of_the_oth
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.zero_grad()
     assert engine.statistics().lone_reads == (3 if rank == 0 else 0)
+
+
+@ranks(2)
+def test_ranks_that_all_record_gradients_do_not_go_alone(rank: int) -> None:
+    """Each would come to its backward with values that no other rank has read."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = torch_shard.shard(model, units=["0", "1"])
+    with pytest.raises(DivergenceError, match=r"rank 0: .* 0\.weight .*rank 1: .* 1\.weight"):
+        torch.ones(2, 4) @ model[rank].weight.T
+    assert engine.statistics().lone_reads == 0
 
 
 @ranks(2)
