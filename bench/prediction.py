@@ -15,7 +15,6 @@ resident size in that step; it is compared with the prediction and what was resi
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import gc
 import itertools
@@ -171,8 +170,6 @@ def most_resident(case: Case) -> tuple[int, int]:
     optimizer = optimizer_of(case, training.model.parameters())
     for _ in range(3):
         step_of(case, training, optimizer, training.model)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what set-up and the first steps have freed, and malloc has kept
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew, see proc(5)
     step_of(case, training, optimizer, training.model)
     return before, resident("VmHWM")
