@@ -164,7 +164,7 @@ class LoneReads:
     def _reshard_unneeded(self, besides: Unit | None = None) -> None:
         """Reshard the units of the running read that nothing needs, except `besides`."""
         for unit in self._units:
-            needed = unit is besides or unit.running or unit.uses or unit.kept
+            needed = unit is besides or unit.running or unit.uses
             if not needed and unit.state is not State.SHARDED:
                 self._reshard(unit)
         self._units = [unit for unit in self._units if unit.state is not State.SHARDED]

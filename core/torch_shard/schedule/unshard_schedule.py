@@ -138,7 +138,7 @@ class UnshardSchedule(Generic[UnitT]):
 
     def end_backward(self) -> None:
         """Take part in the remaining unshards of other ranks, when the last node has run on this rank. Collective."""
-        if self.order.phase == BACKWARD and not self.fresh_backward:
+        if not self.fresh_backward:
             self._pass_over(None)
 
     # -- reshard ------------------------------------------------------------------------------------------------
