@@ -107,6 +107,23 @@ def trains_on(rank: int, model: nn.Module, engine: Any, together: float) -> None
         sys.exit(MISSED)
 
 
+def stops_threads(rank: int, model: nn.Module, engine: Any, together: float) -> None:
+    """Rank 0 stops the threads that serve rank 1, which has read alone before."""
+    if rank == 1:
+        assert read(model) == together
+    dist.barrier()
+    if rank == 0:
+        left: list[Any] = [thread for thread in threading.enumerate() if thread.name.startswith("torch_shard")]
+        for thread in left:
+            thread.stop()
+        assert len(left) == 2 and not any(thread.is_alive() for thread in left), left
+    dist.barrier()
+    model(torch.ones(1, 8)).sum().backward()
+    dist.barrier()
+    if rank == 1:
+        tries_to_read(model)
+
+
 def tries_to_read(model: nn.Module) -> None:
     try:
         read(model)
@@ -137,6 +154,7 @@ WAYS: dict[str, Callable[..., None]] = {
     "limit": limit,
     "fails": fails,
     "trains on": trains_on,
+    "stops threads": stops_threads,
     "rank 0 dies": dies(0),
     "rank 1 dies": dies(1),
     "rank 2 dies": dies(2),
@@ -165,6 +183,11 @@ def test_a_rank_that_ends_by_an_exception_serves_nobody() -> None:
 def test_a_rank_that_others_wait_for_in_vain_ends_at_once() -> None:
     codes, outputs = ranks("trains on", 2)
     assert codes == [MISSED, 0], outputs  # long before rank 0 gives up by itself
+
+
+def test_the_threads_of_a_service_can_be_stopped_as_test_suites_do() -> None:
+    codes, outputs = ranks("stops threads", 2)
+    assert codes == [0, MISSED], outputs  # which is what rank 1 gets where it reads alone once more
 
 
 @pytest.mark.parametrize("victim", [1, *exhaustive(0, 2)])

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +87,7 @@ class Service:
         self._main = threading.get_ident()  # the thread that trains
         self.farewells: set[int] = set()  # the ranks that have said goodbye to this one
         self._farewell = threading.Condition()
-        thread = threading.Thread(target=_accept, args=(server, weakref.ref(self)), name="torch_shard service")
-        thread.daemon = True
-        thread.start()
-        # An accepting thread is woken by a shutdown of its socket, not by closing it.
+        _SocketThread(server, "torch_shard service", _accept, server, weakref.ref(self)).start()
         weakref.finalize(self, _close, server).atexit = False
 
     def offer(self, key: str, source: ShardSource) -> None:
@@ -263,6 +261,19 @@ class Service:
             return ranks - self.farewells
 
 
+class _SocketThread(threading.Thread):
+    """A thread that serves a socket until it is closed."""
+
+    def __init__(self, served: socket.socket, name: str, function: Callable[..., None], *args: Any) -> None:
+        super().__init__(target=function, args=args, name=name, daemon=True)
+        self._socket = served
+
+    def stop(self) -> None:
+        """Close the socket, and wait for the thread. Test suites stop daemon threads so; Lightning's fails on other ones."""
+        _close(self._socket)
+        self.join()
+
+
 def _accept(server: socket.socket, service: weakref.ref[Service]) -> None:
     while True:
         try:
@@ -274,11 +285,12 @@ def _accept(server: socket.socket, service: weakref.ref[Service]) -> None:
             link.close()
             return
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=found.converse, args=(link,), name="torch_shard partner", daemon=True).start()
+        _SocketThread(link, "torch_shard partner", found.converse, link).start()
         del found
 
 
-def _close(server: socket.socket) -> None:
+def _close(link: socket.socket) -> None:
+    # A thread that waits for a socket is woken by a shutdown, not by closing it.
     with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)
-    server.close()
+        link.shutdown(socket.SHUT_RDWR)
+    link.close()
