@@ -63,3 +63,31 @@ def test_kept_modules_compute_as_they_are_stored(keep, cast_inputs):
     assert traced == NOTED
     assert results == [torch.float64] * 2
     assert (torch.float32 in traced) == bool(keep)
+
+
+class WithFrozen(nn.Module):
+    """A part that trains in bfloat16, and a frozen one that is stored in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = Told(nn.Linear(8, 8)).half().requires_grad_(False)
+        self.trained = Told(nn.Linear(8, 8)).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x.half()).float())
+
+
+def test_inputs_of_a_frozen_part_that_is_not_cast_stay_as_they_are():
+    config = ShardConfig(precision=Precision(master_dtype=torch.float32), units=("frozen", "trained"))
+
+    def step(model):
+        model(torch.randn(2, 8)).float().sum().backward()
+
+    NOTED.clear()
+    model = WithFrozen()
+    trace_for(model, step, make_plan(model, config, 1), config)
+    traced = NOTED.copy()
+    NOTED.clear()
+    torch_shard.shard(model, config)
+    step(model)
+    assert traced == NOTED == [torch.float16] * 2 + [torch.bfloat16] * 2

@@ -72,16 +72,19 @@ def _casting(model: nn.Module, plan: Plan, config: ShardConfig) -> Iterator[None
     modules = dict(model.named_modules(remove_duplicate=False))
     kept = precision.kept_modules(model) if precision.cast_inputs else set()
     inside_kept = {module for top in kept for module in top.modules()}
-    computes = [p.dtypes.compute for p in plan.params if p.dtypes.casts]
-    triggers = {trigger for unit in plan.units for trigger in unit.triggers} if precision.cast_inputs is True else set()
+    casting: dict[nn.Module, set[torch.dtype]] = {}  # the dtypes to which the units of a module are cast
+    for unit in plan.units if precision.cast_inputs else ():
+        computes = {p.dtypes.compute for p in unit.params if p.dtypes.casts}
+        for name in {"", *(unit.triggers if precision.cast_inputs is True else ())}:
+            casting.setdefault(modules[name], set()).update(computes)
     with ExitStack() as stack:
         for module in kept:
             given: list[torch.dtype | None] = []
             before = functools.partial(_keep_inputs, precision.stored_in(module), given)
             stack.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             stack.enter_context(module.register_forward_hook(functools.partial(_keep_outputs, given)))
-        for module in {modules[name] for name in ("", *triggers)} if precision.cast_inputs and computes else ():
-            if module in inside_kept:
+        for module, computes in casting.items():
+            if module in inside_kept or not computes:
                 continue
             compute = precision.param_dtype or min(computes, key=lambda each: each.itemsize)
             hook = functools.partial(_cast_inputs, compute)
