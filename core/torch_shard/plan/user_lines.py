@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
 
-INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+INSIDE = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 """The folders of torch and of this package."""
 
 
@@ -23,14 +25,9 @@ class Failure:
 
 def line_of(where: FrameType | TracebackType | None) -> str:
     """Return the innermost line that belongs neither to torch nor to this package, as ``path:line in function``."""
-    found = "an unknown line"
-    while where is not None:
-        frame = where.tb_frame if isinstance(where, TracebackType) else where
-        line = where.tb_lineno if isinstance(where, TracebackType) else where.f_lineno
+    walked = traceback.walk_stack(where) if isinstance(where, FrameType) else reversed([*traceback.walk_tb(where)])
+    for frame, line in walked:  # from within
         path = frame.f_code.co_filename
         if not path.startswith((*INSIDE, "<frozen")):
-            found = f"{path}:{line} in {frame.f_code.co_name}"
-            if not isinstance(where, TracebackType):
-                break  # frames are read from within, tracebacks from without
-        where = where.tb_next if isinstance(where, TracebackType) else where.f_back
-    return found
+            return f"{path}:{line} in {frame.f_code.co_name}"
+    return "an unknown line"
