@@ -23,14 +23,16 @@ def classes_named(setting: str, names: Iterable[str], model: nn.Module) -> tuple
     Raises:
         ConfigError: the model has no module of a class with one of the names. The error names `setting`, and similar classes.
     """
-    there = {type(module).__name__: type(module) for module in model.modules()}
+    kinds = dict.fromkeys(type(module) for module in model.modules())  # several may have one name
+    there = {kind.__name__ for kind in kinds}
+    names = list(names)
     for name in names:
         if name not in there:
             close = difflib.get_close_matches(name, there, n=3)
             repeated = ", ".join(close or sorted({type(m).__name__ for m in _repeated(model)})[:5])
             hint = f" There is {repeated}." if repeated else ""
             raise ConfigError(f"{setting}: {type(model).__name__} has no module of class {name!r}.{hint}")
-    return tuple(there[name] for name in dict.fromkeys(names))
+    return tuple(kind for kind in kinds if kind.__name__ in names)
 
 
 def repeated_layers(setting: str, model: nn.Module, units: Units) -> list[nn.Module]:
