@@ -55,7 +55,7 @@ def branch() -> Branch | Any:
         size = pipe.read(8)  # not to the end, which processes that the branch has started may hold open
         pickled = pipe.read(int.from_bytes(size, "little"))
     _, status = os.waitpid(pid, 0)
-    if not pickled:
+    if len(size) < 8 or len(pickled) < int.from_bytes(size, "little"):
         code = os.waitstatus_to_exitcode(status)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         raise ShardError(f"the copy of this process that ran the script was ended {how} before it had a result.")
