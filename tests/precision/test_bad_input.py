@@ -31,6 +31,7 @@ BF16 = torch.bfloat16
         ("keep", nn.LayerNorm),
         ("keep", [nn.LayerNorm(3)]),
         ("keep", [int]),
+        ("keep", {"a", "b"}),  # whose order differs between ranks
         ("keep_low_precision_grads", 1),
     ],
 )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..errors import ConfigError, UnavailableError
+from ..config.checks import check_number
+from ..errors import UnavailableError
 from .output import print_json
 
 
@@ -82,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     path = None if arguments.report is None else check_path("--report", arguments.report, (".json",))
     seconds = (600.0 if arguments.quick else 1800.0) if arguments.timeout is None else arguments.timeout
-    if not seconds > 0:
-        raise ConfigError(f"--timeout must be a positive number of seconds, not {arguments.timeout}.")
+    check_number("--timeout", seconds, "seconds")
     session = Session(setting, checked_parts(arguments.only), arguments.case, seconds)
     began = time.monotonic()
     results: list[Any] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,25 @@ def check_int(field: str, value: Any, least: int) -> None:
         raise ConfigError(f"{field} must be an integer of at least {least}, not {value!r}.")
 
 
-def check_seconds(field: str, value: Any) -> None:
-    """Raise a ConfigError unless `value` is a positive, finite number."""
-    seconds = value if isinstance(value, (int, float)) else math.nan
-    if isinstance(value, bool) or not 0 < seconds < math.inf:
-        raise ConfigError(f"{field} must be a positive, finite number of seconds, not {value!r}.")
+def check_number(field: str, value: Any, unit: str, positive: bool = True) -> None:
+    """Raise a ConfigError unless `value` is a finite number above 0, or at least 0 where it need not be `positive`."""
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not 0 <= number < math.inf or (positive and not number):
+        kind = "positive" if positive else "non-negative"
+        raise ConfigError(f"{field} must be a {kind}, finite number of {unit}, not {value!r}.")
+
+
+def checked_entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    """Return a setting that is a sequence as a tuple.
+
+    Raises:
+        ConfigError: `value` is no sequence. A set has another order on every rank; a str and a Module can be iterated over, but
+            are given by mistake only.
+    """
+    if isinstance(value, (str, type, Set, Mapping, nn.Module, nn.Parameter)) or not isinstance(value, Iterable):
+        given = repr(value) if isinstance(value, (str, type)) else type(value).__name__
+        raise ConfigError(f"{field} must be {wanted}, not {given}.")
+    return tuple(value)
 
 
 def checked_modules(field: str, value: Any) -> tuple[Any, ...]:
@@ -38,9 +52,7 @@ def checked_modules(field: str, value: Any) -> tuple[Any, ...]:
     Raises:
         ConfigError: `value` is not a sequence of these.
     """
-    if isinstance(value, (str, type, nn.Module, Mapping)) or not isinstance(value, Iterable):
-        raise ConfigError(f"{field} must be a sequence of module classes and patterns of names, not {value!r}.")
-    entries = tuple(value)
+    entries = checked_entries(field, value, "a sequence of module classes and patterns of names")
     for index, entry in enumerate(entries):
         if isinstance(entry, str):
             check_pattern(f"{field}[{index}]", entry)

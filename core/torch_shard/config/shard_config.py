@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..utils.patterns import check_pattern
 from .bytes_text import read_bytes
-from .checks import check_bools, check_int, check_seconds, checked_modules
+from .checks import check_bools, check_int, check_number, checked_entries, checked_modules
 from .offload import Offload, offload_of
 from .precision import Precision, precision_of
 from .quantization import Quantized
@@ -148,7 +148,7 @@ class ShardConfig:
         self._check_timeout()
         if self.alone not in ("read", "error"):
             raise ConfigError(f"alone must be 'read' or 'error', not {self.alone!r}.")
-        check_seconds("alone_after", self.alone_after)
+        check_number("alone_after", self.alone_after, "seconds")
         if self.init_fn is not None and not callable(self.init_fn):
             raise ConfigError(
                 f"init_fn must be None or a function that takes a module, not {type(self.init_fn).__name__}."
@@ -184,7 +184,7 @@ class ShardConfig:
             raise ConfigError(f'{given}: strategy="auto" chooses without it; name a strategy, or leave {given} out.')
 
     def _check_timeout(self) -> None:
-        check_seconds("timeout", self.timeout)
+        check_number("timeout", self.timeout, "seconds")
 
     @property
     def is_hybrid(self) -> bool:
@@ -213,14 +213,6 @@ def _checked_dims(names: Any) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def _entries(field: str, value: Any, wanted: str) -> tuple[Any, ...]:
-    # A str and a Module may be iterable, but are given by mistake only. A set of names has another order on every rank.
-    if isinstance(value, (str, Set, Mapping, nn.Module, nn.Parameter)) or not isinstance(value, Iterable):
-        given = repr(value) if isinstance(value, str) else type(value).__name__
-        raise ConfigError(f"{field} must be {wanted}, not {given}.")
-    return tuple(value)
-
-
 def _checked_units(units: Any) -> Units:
     if units is None or (callable(units) and not isinstance(units, (type, nn.Module))):
         return units  # type: ignore[no-any-return]
@@ -228,7 +220,7 @@ def _checked_units(units: Any) -> Units:
         "None, a sequence of module classes and patterns of module names, a sequence of sequences "
         "of parameter names, or a callable (module name, module) -> bool"
     )
-    entries = _entries("units", units, wanted)
+    entries = checked_entries("units", units, wanted)
     if not entries:
         raise ConfigError("units must not be empty; None plans automatically.")
     if all(isinstance(entry, (str, type)) for entry in entries):
@@ -239,7 +231,7 @@ def _checked_units(units: Any) -> Units:
 
 
 def _checked_group(index: int, group: Any) -> tuple[str, ...]:
-    names = _entries(f"units[{index}]", group, "a sequence of parameter names")
+    names = checked_entries(f"units[{index}]", group, "a sequence of parameter names")
     if not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"units[{index}] must hold parameter names only, and at least one.")
     if len(set(names)) != len(names):
@@ -248,7 +240,7 @@ def _checked_group(index: int, group: Any) -> tuple[str, ...]:
 
 
 def _checked_ignore(ignore: Any) -> Ignored:
-    entries = _entries("ignore", ignore, "a sequence of modules, parameters and parameter names")
+    entries = checked_entries("ignore", ignore, "a sequence of modules, parameters and parameter names")
     for index, entry in enumerate(entries):
         if isinstance(entry, str):
             check_pattern(f"ignore[{index}]", entry)

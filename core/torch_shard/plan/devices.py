@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.checks import check_int
+from ..config.checks import check_number
 from ..errors import ConfigError
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -22,14 +21,6 @@ _BANDWIDTH = re.compile(r"([\d.]+(?:e[+-]?\d+)?) *([kMGT]?)(B|bit)/s", re.ASCII)
 _LATENCY = re.compile(r"([\d.]+(?:e[+-]?\d+)?) *(s|ms|us|ns)", re.ASCII)
 _MULTIPLES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-
-
-def _check_number(field: str, value: Any, unit: str, positive: bool = False) -> None:
-    """Raise a ConfigError unless `value` is a finite number of at least 0, or above 0 if `positive`."""
-    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not 0 <= number < math.inf or (positive and not number):
-        kind = "positive" if positive else "non-negative"
-        raise ConfigError(f"{field} must be a {kind}, finite number of {unit}, not {value!r}.")
 
 
 def _check_fraction(field: str, value: Any) -> None:
@@ -63,23 +54,14 @@ class Link:
 
     def __post_init__(self) -> None:
         _check_name("Link.name", self.name)
-        _check_number("Link.bandwidth", self.bandwidth, "bytes per second", positive=True)
-        _check_number("Link.latency", self.latency, "seconds")
+        check_number("Link.bandwidth", self.bandwidth, "bytes per second")
+        check_number("Link.latency", self.latency, "seconds", positive=False)
         _check_fraction("Link.fraction", self.fraction)
 
     @property
     def rate(self) -> float:
         """The bytes per second of one rank in one direction that large messages reach."""
         return self.bandwidth * self.fraction
-
-    def shared(self, ranks: int) -> Link:
-        """Return the part of the link that each of `ranks` ranks has where they use it together, such as a node's one NIC.
-
-        Raises:
-            ConfigError: `ranks` is no positive integer.
-        """
-        check_int("ranks", ranks, 1)
-        return dataclasses.replace(self, bandwidth=self.bandwidth / ranks)
 
 
 # Bandwidths are of one direction. NVLink: H100, A100 and DGX B200 data sheets, which have twice that (900, 600 and 1,800 GB/s);
@@ -105,7 +87,7 @@ LINKS: Mapping[str, Link] = {
         Link("gloo-local", 1.5e9, _SOCKET),
     )
 }
-"""The links that have names. Those of a network are one NIC for each rank; see :meth:`Link.shared` for fewer."""
+"""The links that have names. Those of a network are one NIC for each rank."""
 LINK_FORM = f"one of {', '.join(LINKS)}, or bandwidth and latency such as 450GB/s,5us or 400Gbit/s,14us"
 
 
@@ -175,14 +157,14 @@ class Device:
             expected = f"a mapping from some of {', '.join(DTYPES)} to operations per second"
             raise ConfigError(f"Device.peak_flops must be {expected}, not {self.peak_flops!r}.")
         for dtype, flops in peaks.items():
-            _check_number(f"Device.peak_flops[{dtype!r}]", flops, "operations per second", positive=True)
-        _check_number("Device.memory_bandwidth", self.memory_bandwidth, "bytes per second", positive=True)
-        _check_number("Device.memory_bytes", self.memory_bytes, "bytes", positive=True)
-        _check_number("Device.host_memory_bandwidth", self.host_memory_bandwidth, "bytes per second", positive=True)
+            check_number(f"Device.peak_flops[{dtype!r}]", flops, "operations per second")
+        check_number("Device.memory_bandwidth", self.memory_bandwidth, "bytes per second")
+        check_number("Device.memory_bytes", self.memory_bytes, "bytes")
+        check_number("Device.host_memory_bandwidth", self.host_memory_bandwidth, "bytes per second")
         _check_fraction("Device.matmul_fraction", self.matmul_fraction)
         _check_fraction("Device.memory_fraction", self.memory_fraction)
-        _check_number("Device.launch_seconds", self.launch_seconds, "seconds")
-        _check_number("Device.host_seconds", self.host_seconds, "seconds")
+        check_number("Device.launch_seconds", self.launch_seconds, "seconds", positive=False)
+        check_number("Device.host_seconds", self.host_seconds, "seconds", positive=False)
         if not isinstance(self.host_link, Link):
             raise ConfigError(f"Device.host_link must be a Link, not {self.host_link!r}.")
         object.__setattr__(self, "peak_flops", dict(peaks))  # the caller's may change

@@ -67,8 +67,8 @@ def collective_seconds(
 
     The NICs: `inter` is what each rank has. A node of 8 ranks in the group sends with 8 times this bandwidth, over 8 rings that
     each leave by another NIC; a group with one rank in each node, such as one that all-reduces between replicas, has that
-    rank's alone, since the other ranks' groups use the other NICs at the same time. Where ranks share a NIC, give each its
-    share, ``inter.shared(ranks)``. If the last node has fewer ranks than the others, it is the bottleneck.
+    rank's alone, since the other ranks' groups use the other NICs at the same time. Where ranks share a NIC, divide its
+    bandwidth by their number. If the last node has fewer ranks than the others, it is the bottleneck.
 
     Args:
         kind: ``all_gather``, ``reduce_scatter`` or ``all_reduce``.
