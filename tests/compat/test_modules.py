@@ -13,7 +13,7 @@ import torch_shard
 from tests.compat.harness import MLP, Pair, batch, loss_of, plain_backward, same, train_alike, train_as_ddp, train_both
 from tests.compat.modes import as_computed
 from tests.support.marks import exhaustive, seldom
-from tests.support.models import Contained, Recurrent, ResNet
+from tests.support.models import Block, Contained, Recurrent, ResNet
 from tests.support.ranks import ranks
 from torch_shard.schedule.unit_state import State
 from torch_shard.versions import at_least
@@ -439,3 +439,39 @@ def test_what_was_remembered_of_another_branch_does_no_harm(rank, world_size):
         pair.step(run, batch(rank, step), branches)
         assert all(u.state is State.SHARDED for u in units), "still gathered after a step"
     pair.check()
+
+
+class InPlaces(nn.Module):
+    """Its block returns nothing: it replaces an entry of the dict that it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = Block(width)
+
+    def forward(self, state: dict[str, torch.Tensor]) -> None:
+        state["x"] = self.block(state["x"])
+
+
+class ReturnsNothing(MLP):
+    def __init__(self, handles: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlaces(7) for _ in range(3)])
+        self.handles = handles
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = {"x": self.inp(x)}
+        for block in self.blocks:
+            if not self.handles:
+                block(state)
+                continue
+            try:
+                raise ValueError
+            except ValueError:
+                block(state)
+        return self.head(state["x"])
+
+
+@pytest.mark.parametrize("handles", [False, True], ids=["plainly", "while_an_error_is_handled"])
+@ranks(2)
+def test_modules_whose_forward_returns_nothing(rank, world_size, handles):
+    train_both(lambda: ReturnsNothing(handles), rank, world_size, units=[InPlaces])

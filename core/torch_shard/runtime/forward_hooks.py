@@ -38,6 +38,7 @@ class _Entered(NamedTuple):
     use: Use
     summoned: bool  # began inside gathered(), which had installed the unsharded parameters
     frame: FrameType | None
+    handled: BaseException | None  # the error that the caller of the forward handles
 
 
 class Forwards:
@@ -71,7 +72,7 @@ class Forwards:
             self.leave_interrupted()
         runtime, use = self.runtime, Use(unit, sequence_number(), _looks_up(module))
         if unit.is_summoned:
-            self._entered.append(_Entered(unit, use, True, forward_frame()))
+            self._entered.append(_Entered(unit, use, True, forward_frame(), sys.exc_info()[1]))
             return
         if runtime.registrations.changed:
             runtime.check_registrations()
@@ -92,33 +93,36 @@ class Forwards:
         unit.install()
         unit.running += 1
         self.depth += 1
-        self._entered.append(_Entered(unit, use, False, forward_frame()))
+        self._entered.append(_Entered(unit, use, False, forward_frame(), sys.exc_info()[1]))
 
     def exit(self, unit: Unit, outputs: Any) -> Any:
         """End the forward of a module that triggers `unit`; return what the module shall return.
 
-        This is called also when the forward has raised; `outputs` is None then.
+        This is called also when the forward has raised; `outputs` is None then, as it may be where a forward returns nothing.
         """
-        if outputs is None:
-            explain(self.runtime, sys.exc_info()[1], PHASES[self.runtime.phase()], unit)
+        error = sys.exc_info()[1] if outputs is None else None
         entered = self._entered
         if unit not in [each.unit for each in entered]:
+            explain(self.runtime, error, PHASES[self.runtime.phase()], unit)
             return outputs  # the pre-hook itself failed
         while True:
             last = entered.pop()
             self._leave(last)
             if last.unit is unit:  # an interrupt has skipped the hooks of the entries above
                 break
+        raised = error is not None and error is not last.handled
+        if raised:
+            explain(self.runtime, error, PHASES[self.runtime.phase()], unit)
         runtime, recording = self.runtime, torch.is_grad_enabled()
         tensors = [] if outputs is None else tensors_in(outputs)
         if last.summoned:
-            if recording and outputs is not None and all(call.in_place for call in unit.gathered_calls):
+            if recording and not raised and all(call.in_place for call in unit.gathered_calls):
                 runtime.backwards.watch_outputs(last.use, tensors)
             return outputs
         if unit.gathers and tensors:
             outputs, copies = own_memory(outputs, tensors, {f.storage for f in unit.flats})
             tensors = tensors_in(outputs) if copies else tensors
-        if recording and outputs is not None:
+        if recording and not raised:
             runtime.backwards.watch_outputs(last.use, tensors)
         runtime.on_demand.check_copies()
         self.between(recording)
