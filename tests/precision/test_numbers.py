@@ -169,3 +169,12 @@ def test_optimizers_take_gradients_that_are_kept_in_low_precision(make, rank):
         lambda a, b, what: torch.testing.assert_close(a.detach().full_tensor(), b.detach(), rtol=1e-5, atol=1e-6)
     )
     assert {p.grad.dtype for p in pair.model.parameters()} == {BF16}
+
+
+@ranks(4)
+def test_gradients_that_are_reduced_in_a_wider_dtype_than_they_are_stored_in_are_rounded_once(rank):
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    torch_shard.shard(model, precision=Precision(reduce_dtype=FP32))
+    # Each rank's part of the mean is below half a unit in the last place of 1, but together they are more.
+    model(torch.tensor([[4.0 if rank == 0 else 2**-7]], dtype=BF16)).sum().backward()
+    assert model.weight.grad.full_tensor().item() == 1 + 2**-7

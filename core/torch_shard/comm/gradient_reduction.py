@@ -120,10 +120,10 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, narrow: bool) -> torch.Tensor
 
 
 def _sum(chunks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of the rows in `dtype`, rounded once."""
-    if chunks.dtype == dtype:
-        return torch.add(chunks[0], chunks[1]) if len(chunks) == 2 else chunks.sum(dim=0)
-    out = chunks[0].to(dtype)
-    for chunk in chunks[1:]:
-        out += chunk
-    return out
+    """Return the sum of the rows in `dtype`, rounded once: it is computed in the wider of the two dtypes."""
+    if widens(chunks.dtype, dtype):
+        out = chunks[0].to(dtype)
+        for chunk in chunks[1:]:
+            out += chunk
+        return out
+    return (torch.add(chunks[0], chunks[1]) if len(chunks) == 2 else chunks.sum(dim=0)).to(dtype)
