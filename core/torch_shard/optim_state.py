@@ -374,7 +374,7 @@ def _with_shards(
     c, found, wanted = engine._runtime.collectives, 0, 0
     for name, key in chunked:
         value = state[name][key]
-        full = torch.zeros(value.size(), dtype=value.dtype)
+        full = torch.zeros(value.size(), dtype=value.dtype, device="cpu")
         wanted += full.numel()
         for chunk in value.local_shards():
             at = zip(chunk.metadata.shard_offsets, chunk.metadata.shard_sizes, strict=True)
@@ -383,7 +383,7 @@ def _with_shards(
         # The sum over bytes is exact, since all ranks but one add zeros.
         c.all_ranks.all_reduce(full.view(-1).view(torch.uint8), "sum", what)
         state[name][key] = keep(numbers[name], {key: full})[key] if name in numbers else full
-    if int(c.all_ranks.all_reduce(torch.tensor(found), "sum", what)) != wanted:
+    if int(c.all_ranks.all_reduce(torch.tensor(found, device="cpu"), "sum", what)) != wanted:
         raise StateDictError(
             f"rank {engine.rank}: {what}: the ShardedTensors have chunks on other ranks than the model's. Read the checkpoint on "
             "the model's ranks, with torch.distributed.checkpoint.state_dict or engine.load."

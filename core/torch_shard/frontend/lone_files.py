@@ -98,5 +98,5 @@ def _with_plain_state(stock: Callable[..., Any], plain: Callable[..., torch.Tens
 
 def _stand_in(tensor: ShardTensor, seen: dict[Any, Any]) -> torch.Tensor:
     """Return a small tensor, one for each parameter, since ``load_model`` looks only at which names share memory."""
-    found: torch.Tensor = seen.setdefault(values_key(tensor), torch.zeros(min(1, tensor.numel())))
+    found: torch.Tensor = seen.setdefault(values_key(tensor), torch.zeros(min(1, tensor.numel()), device="cpu"))
     return found

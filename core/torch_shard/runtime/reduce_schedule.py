@@ -153,7 +153,7 @@ class ReduceSchedule:
                 votes += flat.gradients.arrivals()
         if stepping is not None:
             votes += stepping.votes()
-        payload, what = torch.tensor(votes, dtype=torch.uint8), "the end of backward"
+        payload, what = torch.tensor(votes, dtype=torch.uint8, device="cpu"), "the end of backward"
         if votes == self._votes and hook is None and stepping is None and self._may_publish_early():
             self._early = []
             runtime.awaits_votes = True

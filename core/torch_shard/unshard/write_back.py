@@ -180,7 +180,7 @@ def _write_grads(gathered: GatheredUnit, number: int, flat: FlatBuffer) -> None:
     request, unit = gathered.request, gathered.unit
     what = f"the write-back of the gradients of unit {unit.name!r}"
     grads = [own_grad(p) for p in gathered.unsharded_params[number]] if gathered.here else [None] * len(flat.params)
-    held = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)
+    held = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8, device="cpu")
     if flat.collectives.world > 1:
         flat.collectives.broadcast_message(held, 0 if request.ranks is None else request.ranks[0], what)
     full = None

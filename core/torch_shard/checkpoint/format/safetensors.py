@@ -110,7 +110,7 @@ class SafetensorsWriter:
     def _refuse_dtypes(self) -> None:
         for dtype in {dtype for _, dtype in self.entries.values()}:
             try:
-                self._library.torch.load(self._library.torch.save({"x": torch.empty(0, dtype=dtype)}))
+                self._library.torch.load(self._library.torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")}))
             except Exception as error:
                 name = next(name for name, (_, found) in self.entries.items() if found == dtype)
                 raise not_held(name, f"can't hold {dtype}. Convert it") from error

@@ -42,6 +42,6 @@ def surroundings(shape: torch.Size, dtype: torch.dtype) -> tuple[bytes, bytes]:
     values = torch.UntypedStorage(shape.numel() * dtype.itemsize)
     file = _AroundValues()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(0, dtype=dtype).set_(values, 0, shape), file)  # type: ignore[call-overload,arg-type]
+        torch.save(torch.empty(0, dtype=dtype, device="cpu").set_(values, 0, shape), file)  # type: ignore[call-overload,arg-type]
     head, *tail = file.parts  # without values there is no tail
     return bytes(head), b"".join(tail)

@@ -265,7 +265,9 @@ class _Pickler(pickle.Pickler):
 
     def _reduced(self, slot: Slot) -> Any:
         """Reduce a slot as an empty tensor of its dtype is reduced, but with other memory, shape and strides."""
-        function, (storage, offset, _shape, _stride, *rest) = torch.empty(0, dtype=slot.dtype).__reduce_ex__(2)
+        function, (storage, offset, _shape, _stride, *rest) = torch.empty(
+            0, dtype=slot.dtype, device="cpu"
+        ).__reduce_ex__(2)
         number = self.numbers.setdefault(slot, len(self.numbers))
         numel = 1 if self._trial else slot.shape.numel()
         kind = torch.UntypedStorage  # of newer dtypes, with a size in bytes

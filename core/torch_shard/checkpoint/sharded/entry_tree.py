@@ -104,7 +104,7 @@ def _leaf(checkpoint: Checkpoint, name: str) -> Stored | StoredObject:
     complete = where if len(where) == len(found.chunks) else ()
 
     def read() -> torch.Tensor:
-        tensor = torch.empty(found.size, dtype=found.properties.dtype)
+        tensor = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
         checkpoint.read({name: tensor}, ())
         return tensor
 
@@ -165,8 +165,8 @@ def new_tensor(saved: Stored, like: Any, dtype: torch.dtype | None = None) -> to
         dtype: the dtype of the new memory; the entry's by default.
     """
     if isinstance(like, ShardTensor) and like.shape == saved.shape:
-        return ShardTensor(torch.empty(like._spec.length, dtype=dtype or saved.dtype), like._spec)
-    return torch.empty(saved.shape, dtype=dtype or saved.dtype)
+        return ShardTensor(torch.empty(like._spec.length, dtype=dtype or saved.dtype, device="cpu"), like._spec)
+    return torch.empty(saved.shape, dtype=dtype or saved.dtype, device="cpu")
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

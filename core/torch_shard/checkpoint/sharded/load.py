@@ -138,7 +138,11 @@ class _Load:
         small += [leaf for _, leaf in leaves([value for model in self.models for value in model.objects()])]
         small += [self.extra] if isinstance(self.extra, StoredObject) else []
         # There may be tensors among them, such as a learning rate.
-        scalars = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in small if isinstance(leaf, Stored)}
+        scalars = {
+            leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            for leaf in small
+            if isinstance(leaf, Stored)
+        }
         objects = dict.fromkeys(leaf.name for leaf in small if leaf.name not in scalars)
         self.known = {**self.checkpoint.read(scalars, objects), **scalars}
         found = Mismatches([], [], [])

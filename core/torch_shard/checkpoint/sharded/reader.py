@@ -159,7 +159,7 @@ def _read(file: CheckedFile, item: ItemRecord, read: ReadItem, metadata: Metadat
     ):
         file.read(start, stop, bytes_of(target))
     else:
-        values = torch.empty(span, dtype=dtype)
+        values = torch.empty(span, dtype=dtype, device="cpu")
         file.read(start, stop, bytes_of(values))
         target.copy_(values.as_strided(lengths, strides))
     planner.commit_tensor(read, target)

@@ -68,7 +68,7 @@ def all_gather_bytes(runtime: Runtime, mine: Sequence[int], what: str) -> list[l
     """Return `mine` of every rank, by rank: numbers below 256, as many on every rank. Collective."""
     c = runtime.collectives
     table = torch.zeros(c.world, len(mine), dtype=torch.uint8, device="cpu")
-    table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8)
+    table[c.world_rank] = torch.tensor(list(mine), dtype=torch.uint8, device="cpu")
     if c.world > 1 and len(mine):
         c.maximum(table, what)
     found: list[list[int]] = table.tolist()
