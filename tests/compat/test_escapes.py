@@ -109,6 +109,35 @@ def test_a_weight_that_its_module_put_aside_trains_like_plain(rank, world_size):
     train_both(UsesAKeptWeight, rank, world_size, unit_bytes=100)
 
 
+class KeepsIfTold(KeepsItsWeight):
+    """A layer whose weight backward does not need, where its input needs no gradient."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(5, 7)
+        self.keeps = keeps
+
+    def forward(self, x):
+        return super().forward(x) if self.keeps else nn.Linear.forward(self, x)
+
+
+class UsesItIfKept(MLP):
+    def __init__(self, keeps: bool, uses: bool) -> None:
+        super().__init__()
+        self.inp, self.uses = KeepsIfTold(keeps), uses
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out + self.inp.__dict__["kept"].pow(2).sum() if self.uses else out
+
+
+@pytest.mark.parametrize("uses", [False, True], ids=["unused", "used"])
+@ranks(2)
+def test_a_weight_that_one_rank_alone_puts_aside_trains_like_plain(rank, world_size, uses):
+    first = rank == 0
+    train_both(lambda: UsesItIfKept(first, uses and first), rank, world_size, units=["inp", "blocks.*", "head"])
+
+
+
 class FusedLoss(torch.autograd.Function):
     """Computes its gradients in forward, as fused linear losses do."""
 

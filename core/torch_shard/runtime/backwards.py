@@ -72,7 +72,7 @@ class Backwards:
             trigger = functools.partial(self.trigger, use)
             for tensor in found:
                 tensor.register_hook(trigger)
-        if unit.gathers and use.saved and forward and (by_python or _newer_nodes(found, use.end)):
+        if unit.gathers and forward and (by_python or (use.saved and _newer_nodes(found, use.end))):
             # Backward may reach this use without its trigger. There is no tensor to hook, or the user has put an unsharded
             # parameter aside, or a later tensor than those found has left the forward some other way. So the unit stays
             # unsharded until backward ends.

@@ -443,8 +443,8 @@ class FlatBuffer:
         """Find out who refers to the unsharded parameters beside the engine.
 
         Returns:
-            True if anyone does (autograd's saved tensors, a user's variable); index and version of the parameters of
-            which autograd has saved the unsharded one, or a view of it; True if a Python object refers to an unsharded one.
+            True if anyone does, except for Python objects that are the unsharded parameters themselves; index and version of
+            the parameters of which autograd has saved the unsharded one, or a view of it; True if such a Python object does.
         """
         storage = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
         params, saved, by_python = self.unsharded_params, [], False
@@ -457,7 +457,7 @@ class FlatBuffer:
             # gradient is required, the baseline includes that reference.
             if sys.getrefcount(params[i]) > references + (more and self.edges[i] is None):
                 by_python = True
-        return storage > self.storage_baseline or bool(saved) or by_python, saved, by_python
+        return storage > self.storage_baseline or bool(saved), saved, by_python
 
     def check_places(self) -> None:
         """Raise if a forward gave an unsharded parameter other memory (``.data = ``, of another shape)."""

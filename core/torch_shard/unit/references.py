@@ -42,7 +42,7 @@ def references_to(unit: Unit, looks_up: bool) -> tuple[bool, list[tuple[int, int
     with torch._C.DisableTorchFunctionSubclass():
         for number, flat in enumerate(unit.flats):
             held, versions, python = flat.references()
-            anyone |= held if c.knows_references else bool(versions) or python
+            anyone |= held if c.knows_references else bool(versions)
             anyone |= flat.distributed  # DTensor's own collectives may keep references for a while
             by_python |= python
             saved += [(number, i, version) for i, version in versions]
