@@ -39,18 +39,18 @@ def clip_norm(
     Raises:
         RuntimeError: the norm is not finite, on all ranks, before anything has changed; over one model a NonFiniteError.
         ShardError: gradients are not reduced yet (``no_sync``).
-        ConfigError: parameters of several models, with some that ``ignore`` leaves out of sharding.
+        ConfigError: parameters of several models, with some that are not sharded.
     """
     found = engines_over(engines, parameters)
     if len(found) == 1:
         # The engine takes plain parameters, too: they count with rank 0's gradients, so that all ranks scale alike.
         return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
-    ignored = {id(p) for engine in found for p in engine._ignored()}
-    if any(id(p) in ignored for p in parameters):
+    own = {id(p) for engine in found for unit in engine.units for flat in unit.flats for p in flat.params}
+    if found and any(p.grad is not None and id(p) not in own for p in parameters):
         raise ConfigError(
-            "clipping by norm: parameters of several models, of which some are left out of sharding (ShardConfig.ignore, "
-            "ShardPlugin.ignore). Their gradients differ between the ranks, which would scale by different factors; clip each "
-            "model on its own."
+            "clipping by norm: parameters of several sharded models, with others that are not sharded (left out by ignore, or of "
+            "a model that is not prepared). Their gradients differ between the ranks, which would scale the shards of one "
+            "parameter by different factors; clip each model on its own."
         )
     _refuse_unreduced(found, parameters)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
