@@ -137,7 +137,6 @@ def test_a_weight_that_one_rank_alone_puts_aside_trains_like_plain(rank, world_s
     train_both(lambda: UsesItIfKept(first, uses and first), rank, world_size, units=["inp", "blocks.*", "head"])
 
 
-
 class FusedLoss(torch.autograd.Function):
     """Computes its gradients in forward, as fused linear losses do."""
 

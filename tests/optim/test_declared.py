@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import types
 
 import pytest
 import torch
@@ -162,6 +164,30 @@ def test_what_an_attached_optimizer_is_refused_for(rank, world_size):
     for thing in (object(), pair.model):
         with pytest.raises(ConfigError, match="attach"):
             pair.engine.attach(thing)
+
+
+def halves(self: Bare) -> None:
+    with torch.no_grad():
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.5)
+
+
+@pytest.mark.parametrize("how", ["method", "closure"])
+@ranks(2)
+def test_a_copy_of_an_attached_optimizer_keeps_the_step_that_replaced_its_own(rank, world_size, how):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Bare(m.parameters()))
+    copies = []
+    for optimizer, model in ((pair.optimizer, pair.model), (pair.plain_optimizer, pair.plain)):
+        optimizer.step = types.MethodType(halves, optimizer) if how == "method" else lambda of=optimizer: halves(of)
+        if optimizer is pair.optimizer:
+            pair.engine.attach(optimizer)
+        copied, _ = copy.deepcopy((optimizer, model))
+        copied.step()  # a closure steps the original, as it does in plain torch
+        copies.append([p.detach() for group in copied.param_groups for p in group["params"]])
+    for ours, theirs in zip(*copies, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+    pair.check()
 
 
 class Wrapper(torch.optim.Optimizer):

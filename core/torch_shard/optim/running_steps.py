@@ -19,13 +19,12 @@ from .optimizer_proxy import OptimizerProxy
 from .registry import kind_of
 
 
-def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None) -> Callable[..., Any]:
+def attached_step(function: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``step`` for an optimizer that torch's hooks don't see.
 
     Args:
-        optimizer: the optimizer. A copy of it takes the new ``step`` along.
-        function: the ``step`` of its class.
-        step: the user's replacement of ``step`` on this very object.
+        function: the ``step`` of the optimizer's class.
+        step: what to call with the optimizer, or a copy of it: `function`, or what the user has put in its place.
     """
 
     def attached(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +35,7 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
         if watch is not None:
             args, kwargs = watch.before(this, args, kwargs, function, sys._getframe(1)) or (args, kwargs)
         with explained(this):
-            result = step(*args[1:], **kwargs) if step is not None and this is optimizer else function(*args, **kwargs)
+            result = step(*args, **kwargs)
         if watch is not None:
             watch.after(this, args, kwargs)
         return result
@@ -48,7 +47,7 @@ def attached_step(optimizer: Any, function: Any, step: Callable[..., Any] | None
 # The functions that call the ``step`` of a class, with its arguments in a local variable "args": torch's wrapper (2.11 to 2.13),
 # and ours.
 _CALLERS = frozenset(
-    {torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__, attached_step(None, None, None).__code__}  # type: ignore[attr-defined]
+    {torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__, attached_step(None, lambda _: None).__code__}  # type: ignore[attr-defined]
 )
 
 

@@ -299,9 +299,12 @@ class StepWatch:
                 f"attach: the step of this {cls.__name__} has been replaced (by a learning-rate scheduler, perhaps), and the "
                 "replacement would not be called. Attach the optimizer first."
             )
-
+        called = function
+        if patched:  # by a method, which a deep copy binds to itself, or by any other function
+            own = getattr(step, "__self__", None) is optimizer
+            called = step.__func__ if own else lambda _, *args, **kwargs: step(*args, **kwargs)
         # A bound method, because schedulers expect one, and because a deep copy then gets its own.
-        optimizer.step = types.MethodType(attached_step(optimizer, function, step if patched else None), optimizer)
+        optimizer.step = types.MethodType(attached_step(function, called), optimizer)
 
 
 def _between_changes(runtimes: list[Runtime], closure: Callable[[], Any]) -> Callable[[], Any]:
