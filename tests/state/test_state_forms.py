@@ -14,6 +14,7 @@ from tests.support.ranks import ranks
 from torch_shard import ShardTensor, optim_state
 from torch_shard import state_dict_type as types
 from torch_shard.errors import ConfigError
+from torch_shard.state.optimizer_state import load_by_number
 from torch_shard.state_dict_type import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -154,3 +155,20 @@ def test_settings_that_do_not_go_together_are_refused(rank: int) -> None:
         types.set_state_dict_type(model, "full")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not sharded"):
         types.get_state_dict_type(plain)
+
+
+def test_state_in_another_dtype_or_in_a_list_is_loaded_onto_the_parameters_device():
+    param = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    groups = optimizer.state_dict()["param_groups"]
+    given = {
+        "momentum": torch.ones(3, dtype=torch.bfloat16),
+        "factors": [torch.ones(2)],
+        "step": torch.tensor(2.0),
+        "n": 3,
+    }
+    load_by_number(optimizer, {"state": {0: given}, "param_groups": groups})
+    found = optimizer.state[param]
+    assert found["momentum"].is_meta and found["momentum"].dtype is torch.bfloat16
+    assert found["factors"][0].is_meta
+    assert found["step"].item() == 2 and found["n"] == 3  # counters stay on the CPU, as torch has them

@@ -24,6 +24,7 @@ from ..shard_tensor.spec import same_cut, shard_of_full
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_tensors_from
+from ..utils.pytree import map_tensors
 from .model_state import Mismatches, misplaced
 from .param_names import names_by_group, names_of
 
@@ -433,8 +434,8 @@ def is_elementwise(param: torch.Tensor, key: Any, shape: torch.Size, counters: f
 def load_by_number(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
     """Load state by number, with this rank's shards, and keep it as it is given. Not collective; call it on all ranks.
 
-    torch casts state to the parameter's dtype, and makes generators of strings in tuples; such state is put back. A rank that
-    reads alone finds the state from now on.
+    torch moves state to the parameter's device, casts it to the parameter's dtype, and makes generators of strings in tuples.
+    All but the move is undone. A rank that reads alone finds the state from now on.
     """
     optimizer.load_state_dict(given)
     for held in runtimes_of(optimizer):
@@ -443,7 +444,8 @@ def load_by_number(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
         for key, value in given["state"].get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)
             if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
-                optimizer.state[p][key] = value
+                moved = map_tensors(value, lambda t, at=p.device: t if t.device == at else t.to(at))
+                optimizer.state[p][key] = moved
 
 
 def mismatches(
