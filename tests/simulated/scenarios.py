@@ -121,6 +121,7 @@ SPECIAL = {
     "step in backward, checkpointed": Scenario(in_backward=True, model=functools.partial(Model, checkpointed=False)),
     "step in backward, offload": Scenario(in_backward=True, config={"offload": "cpu", "precision": BF16}),
     "hook": Scenario(step=steps.hooked),
+    "hook, failing backwards": Scenario(step=steps.hooked_and_failing),
     "edited": Scenario(step=steps.edited),
     "stepped elsewhere": Scenario(step=steps.stepped_elsewhere),
     "weight in backward": Scenario(step=steps.weight_in_backward),
@@ -239,6 +240,7 @@ QUICK = (
     "muon",
     "quantized",
     "failing backwards",
+    "hook, failing backwards",
     "offload of all, bf16 summed in fp32",
     "offload, closed",
 )

@@ -246,12 +246,22 @@ def dropped(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
 
 def hooked(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
     """A hook of the user's reduces the gradients."""
-    if not hasattr(model, "is_hooked"):
-        model.is_hooked = True
-        engine.register_comm_hook(engine.shard_group, _average)
+    _hook(engine, model)
     loss = model(x).float().square().mean()
     loss.backward()
     return loss  # type: ignore[no-any-return]
+
+
+def hooked_and_failing(engine: Any, model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each second backward with such a hook fails."""
+    _hook(engine, model)
+    return failing(engine, model, x)
+
+
+def _hook(engine: Any, model: Any) -> None:
+    if not hasattr(model, "is_hooked"):
+        model.is_hooked = True
+        engine.register_comm_hook(engine.shard_group, _average)
 
 
 def _average(group: Any, gradients: torch.Tensor, output: torch.Tensor) -> None:

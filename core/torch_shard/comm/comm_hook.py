@@ -6,7 +6,7 @@ Signatures and meaning are those of torch's FullyShardedDataParallel, so that it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from ..errors import ShardError
 from .collectives import Collectives
 from .consensus import agree
 from .gradient_reduction import Reduction, cast
-from .work import Pending
+from .work import OnStream, Pending
 
 if TYPE_CHECKING:
     from .ports import ModelPort
@@ -31,7 +31,12 @@ class CommHook:
     error: Exception | None = None  # the first error that the hook raised in this backward
 
     def start(
-        self, collectives: Collectives, grad: torch.Tensor, dtype: torch.dtype, narrow: bool = False
+        self,
+        collectives: Collectives,
+        grad: torch.Tensor,
+        dtype: torch.dtype,
+        narrow: bool = False,
+        streams: Sequence[Any] = (),
     ) -> Reduction:
         """Call the hook with this rank's own gradients of a unit, and return the reduction.
 
@@ -41,6 +46,7 @@ class CommHook:
             collectives: the collectives of the engine.
             grad: 1-D, not divided by the number of ranks. The hook may overwrite it.
             dtype, narrow: the arguments with which :meth:`.Reduction.finish` will be called.
+            streams: on a device, the streams that wrote to `grad`.
         """
         c = collectives
         with torch.no_grad(), c.reducing():
@@ -61,15 +67,18 @@ class CommHook:
             if c.replica_channel is None:
                 result = cast(result, dtype, narrow)
                 assert c.reduce_channel is not None
-                pending = Pending(
-                    c.watchdog, c.reduce_channel, 0, hook_name(self.function), None, c.reduced(), c.streams
-                )
+                channel, event = c.reduce_channel, c.reduced()
+                work = None if event is None else OnStream(event)
+                if work is not None:
+                    # Hazard: where backward fails, nobody waits, and the memory must not be reused before the hook has run.
+                    channel.groups.buffers[work] = grad, result
+                pending = Pending(c.watchdog, channel, 0, hook_name(self.function), work, event, c.streams)
             else:
                 # The mean of the replicas' means is the mean over all ranks, because all replicas have equally many ranks.
                 result = result.to(grad.dtype) / c.topology.replicas
                 pending = c.all_reduce_between_replicas(result, "the mean of the replicas' gradients")
             # The result is `total`, and not given back for reuse: the hook may have kept it.
-            return Reduction(c, grad, result, pending, total=result)
+            return Reduction(c, grad, result, pending, streams=streams, total=result)
 
     def raise_together(self, port: ModelPort, failed: bool) -> None:
         """Raise the error of this backward, on all ranks, if the hook `failed` on any rank. Collective if `failed`."""

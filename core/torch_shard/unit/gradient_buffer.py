@@ -278,7 +278,7 @@ class GradientBuffer:
             self.collectives.give(grad)
             grad = sent
         if self.hook is not None:
-            return self.hook.start(self.collectives, grad, self.dtypes.grad, self.host is not None)
+            return self.hook.start(self.collectives, grad, self.dtypes.grad, self.host is not None, streams)
         return self.collectives.reduce(grad, what, streams, self._averages)
 
     def collect(self, reduction: Reduction) -> None:
