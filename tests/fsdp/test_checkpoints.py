@@ -28,7 +28,7 @@ from tests.fsdp.programs import TORCH, build, fsdp2, package, sgd, train
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor
-from torch_shard.errors import ConfigError
+from torch_shard.errors import ConfigError, SetupError
 from torch_shard.fsdp import FullStateDictConfig, OptimStateKeyType, StateDictType, fully_shard
 from torch_shard.fsdp import FullyShardedDataParallel as FSDP
 from torch_shard.fsdp.wrap import ModuleWrapPolicy
@@ -251,6 +251,91 @@ def test_a_model_on_meta_is_loaded_without_to_empty(broadcast, rank):
     values = build().state_dict() if rank == 0 or not broadcast else {}
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast))
     torch.testing.assert_close(whole(model), dict(build().state_dict()), rtol=0, atol=0)
+
+
+class Scale(nn.Module):
+    """A parameter that nothing initialises."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class Angles(nn.Module):
+    """A buffer that is in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(1.0, 5.0), persistent=False)
+
+
+class ResetAngles(Angles):
+    def reset_parameters(self):
+        self.inv_freq.copy_(torch.arange(1.0, 5.0))
+
+
+def with_block(*layers):
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), *layers), nn.Linear(4, 4))
+
+
+def two_on_meta(*kinds):
+    with torch.device("meta"):
+        model = with_block(*(kind() for kind in kinds))
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+@ranks(2)
+def test_a_load_does_not_hide_that_nothing_fills_a_buffer_on_meta(rank):
+    model = two_on_meta(Angles)
+    with pytest.raises(SetupError, match=r"module 0\.1 holds buffers on the meta device"):
+        model.load_state_dict(with_block(Angles()).state_dict())
+
+
+@ranks(2)
+def test_a_load_leaves_buffers_outside_the_state_dict_to_reset_parameters(rank):
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), ResetAngles()))
+    values = nn.Linear(4, 4).state_dict(prefix="0.")
+    model.load_state_dict(values)
+    assert torch.equal(model[1].inv_freq, torch.arange(1.0, 5.0))
+    torch.testing.assert_close(whole(model), dict(values), rtol=0, atol=0)
+
+
+@ranks(2)
+def test_a_load_leaves_buffers_outside_the_state_dict_to_the_roots_param_init_fn(rank):
+    def init(module):
+        module.to_empty(device="cpu", recurse=False)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(7.0)
+
+    with torch.device("meta"):
+        net = nn.Sequential(FSDP(nn.Linear(4, 4)), Angles())
+    model = FSDP(net, param_init_fn=init)
+    model.load_state_dict({"0.weight": torch.ones(4, 4), "0.bias": torch.ones(4)})
+    assert (model[1].inv_freq == 7).all() and (whole(model)["0.weight"] == 1).all()
+
+
+@ranks(2)
+def test_the_rest_of_a_model_on_meta_is_initialised_when_a_part_is_loaded(rank):
+    model, values = two_on_meta(), with_block()[0].state_dict()
+    model[0].load_state_dict(values)
+    torch.testing.assert_close(whole(model[0]), dict(values), rtol=0, atol=0)
+    assert whole(model[1])["weight"].std() > 0.05
+
+
+@ranks(2)
+def test_a_parameter_on_meta_that_nothing_initialises_is_loaded_in_a_wrapped_part(rank):
+    model, values = two_on_meta(Scale), with_block(Scale()).state_dict()
+    model.load_state_dict(values)
+    torch.testing.assert_close(whole(model), dict(values), rtol=0, atol=0)
+
+
+@ranks(2)
+def test_to_empty_needs_no_initialisation_of_wrapped_parts(rank):
+    model = two_on_meta(Scale, Angles)
+    model.to_empty(device="cpu")
+    assert all((value == 0).all() for value in (*whole(model).values(), *model.buffers()))
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -184,8 +184,13 @@ def is_pending(module: nn.Module) -> bool:
     return engine_of(root) is None and not mark_on(root).was_sharded
 
 
-def engine_around(module: nn.Module) -> Engine:
+def engine_around(module: nn.Module, filled_later: Set[int] | None = None) -> Engine:
     """Return the engine of a wrapped module's root. Shard the root if it is not sharded yet, which is collective.
+
+    Args:
+        module: the wrapped module.
+        filled_later: the ids of parameters and buffers that the caller gives values, so that those on meta may be zeros before.
+            It may differ between ranks, but is None on all of them or on none.
 
     Raises:
         ConfigError: the engine was closed.
@@ -196,7 +201,7 @@ def engine_around(module: nn.Module) -> Engine:
         return engine
     if mark_on(root).was_sharded:
         raise ConfigError("engine.close() has made this model a plain one; torch_shard.shard() shards it again.")
-    return _shard(root)
+    return _shard(root, filled_later)
 
 
 _overriding: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}  # noqa: E731
@@ -208,14 +213,15 @@ def override_settings(overriding: Callable[[nn.Module], Mapping[str, Any]]) -> N
     _overriding = overriding
 
 
-def _shard(root: nn.Module) -> Engine:
+def _shard(root: nn.Module, filled_later: Set[int] | None) -> Engine:
     mark = mark_on(root)
     request = mark.request
     # The user may have registered a wrapper in only some of its layer's places, so that parameters would be installed twice.
     auto_wrap.register(root, [m for m in root.modules() if _plain(m) is not m])
     inside = marks_in(root)
     _refuse_own_grads(root, mark)
-    settings, outputs = config_of(root, request, {name: (part, nested.request) for name, part, nested in inside})
+    nested_requests = {name: (part, nested.request) for name, part, nested in inside}
+    settings, outputs = config_of(root, request, nested_requests, filled_later)
     settings["prefetch"] = max(settings["prefetch"], mark.prefetch, *(nested.prefetch for *_, nested in inside))
     settings |= _overriding(root)
     casts = {name: partial(cast_root_outputs, dtype) for name, dtype in outputs.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,6 @@ from ..engine import engine_of
 from ..errors import SetupError
 from ..shard_tensor.tensor import ShardTensor
 from . import deferred_wrap
-from .translate_settings import zeros
 
 __all__ = ["WrappedModule", "class_over"]
 
@@ -60,11 +58,9 @@ class WrappedModule:
         """
         module: Any = self
         if deferred_wrap.is_pending(module):
-            if strict and any(p.device.type == "meta" for p in module.parameters()):
-                _shard_zeros(module)  # the load replaces every value
-            elif any(isinstance(value, ShardTensor) for value in state_dict.values()) or any(
-                t.device.type == "meta" for t in (*module.parameters(), *module.buffers())
-            ):
+            if any(t.device.type == "meta" for t in (*module.parameters(), *module.buffers())):
+                deferred_wrap.engine_around(module, _named_in(module, state_dict) if strict else None)
+            elif any(isinstance(value, ShardTensor) for value in state_dict.values()):
                 deferred_wrap.engine_around(module)
             # Parameters have memory now, to which values are copied.
             if assign and not deferred_wrap.is_pending(module):
@@ -79,19 +75,15 @@ class WrappedModule:
         module: Any = self
         root = deferred_wrap.root_of(module)
         if deferred_wrap.is_pending(module) and any(p.device.type == "meta" for p in root.parameters()):
-            _shard_zeros(root)
+            deferred_wrap.engine_around(root, {id(t) for t in (*root.parameters(), *root.buffers())})
             return self
         return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
 
 
-def _shard_zeros(module: nn.Module) -> None:
-    mark = deferred_wrap.mark_on(deferred_wrap.root_of(module))
-    request = mark.request
-    mark.request = dataclasses.replace(request, init_fn=zeros)
-    try:
-        deferred_wrap.engine_around(module)
-    finally:
-        mark.request = request
+def _named_in(module: nn.Module, state_dict: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the parameters and buffers to which a strict load of `state_dict` gives values, if it does not raise."""
+    own = nn.Module.state_dict(module, keep_vars=True)  # the class's own method may take no arguments
+    return {id(tensor) for name, tensor in own.items() if name in state_dict}
 
 
 # The class made of a wrapper's and a wrapped module's class: one for each pair, so that equal modules have one type.

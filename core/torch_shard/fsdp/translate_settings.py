@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,9 @@ from ..config.precision import NONE, Precision
 from ..errors import ConfigError, SetupError
 from ..frontend.fsdp_settings import SHARDING_STRATEGIES, precision_of_policy
 from ..log import logger
+from ..setup.meta_init import without_initialisation
 
-__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once", "zeros"]
+__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once"]
 
 _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
 
@@ -219,13 +220,16 @@ def _check_placements(
 _Nested = Mapping[str, tuple[nn.Module, Request]]
 
 
-def config_of(root: nn.Module, own: Request, nested: _Nested) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
+def config_of(
+    root: nn.Module, own: Request, nested: _Nested, filled_later: Set[int] | None = None
+) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
     """Return the arguments for ``shard(root, ...)``, and the dtypes of the outputs of modules inside, by name.
 
     Args:
         root: the outermost wrapped module.
         own: its request.
         nested: the wrapped modules inside with their requests, by name.
+        filled_later: the ids of tensors that are filled after sharding; None if the model is not about to be loaded.
 
     Raises:
         ConfigError: the request of a module inside would give other numbers, and a model can't have both.
@@ -247,7 +251,7 @@ def config_of(root: nn.Module, own: Request, nested: _Nested) -> tuple[dict[str,
         "sync_module_states": any(request.sync for request in requests),
         "broadcast_buffers": False,  # FullyShardedDataParallel leaves each rank its own buffers
         "ignore": ignored,
-        "init_fn": _init_fn([(root, own), *nested.values()]),
+        "init_fn": _init_fn([(root, own), *nested.values()], filled_later),
         "precision": precision,
         "offload": _one_offload(own, nested),
         "units": (lambda _, module: id(module) in chosen) if chosen else None,
@@ -268,26 +272,40 @@ def _ignored(root: nn.Module, requests: list[Request]) -> tuple[nn.Module | nn.P
     return tuple(found.values())
 
 
-def _init_fn(requests: list[tuple[nn.Module, Request]]) -> Callable[[nn.Module], None] | None:
+def _init_fn(
+    requests: list[tuple[nn.Module, Request]], filled_later: Set[int] | None
+) -> Callable[[nn.Module], None] | None:
     """Return a function that initialises a module by the ``init_fn`` of the innermost wrapped module around it.
 
-    `requests` are the wrapped modules with their requests, outer ones first.
+    A module all of whose tensors on meta are filled later gets zeros. `requests` are the wrapped modules with their requests,
+    outer ones first.
     """
-    if all(request.init_fn is None for _, request in requests):
+    # The ranks must agree on whether there is a function, even if not all of them fill something later.
+    if filled_later is None and all(request.init_fn is None for _, request in requests):
         return None
     by_module = {id(m): request.init_fn for module, request in requests for m in module.modules()}
     root, _ = requests[0]
-    empty = {
-        id(m): {name for own in _tensors(m) for name, t in own.items() if t is not None and t.is_meta}
+    on_meta = {
+        id(m): {name: t for own in _tensors(m) for name, t in own.items() if t is not None and t.is_meta}
         for m in root.modules()
     }
+    later = filled_later or ()
+    waiting = {key for key, found in on_meta.items() if found and all(id(t) in later for t in found.values())}
+    empty = {key: set(found) for key, found in on_meta.items()}
+    names = {id(m): name for name, m in root.named_modules()}
 
     def initialise(module: nn.Module) -> None:
         init_fn = by_module.get(id(module))
-        if init_fn is not None:
+        if id(module) in waiting:
+            for own in _tensors(module):
+                for name in own.keys() & empty[id(module)]:
+                    own[name].zero_()
+        elif init_fn is not None:
             _initialise_from_meta(module, init_fn, empty[id(module)])
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
+        elif empty[id(module)] & module._buffers.keys():
+            raise without_initialisation(names[id(module)])
 
     return initialise
 
@@ -327,11 +345,6 @@ def _initialise_from_meta(module: nn.Module, init_fn: Callable[[nn.Module], None
         del module.__dict__["to_empty"]
         for own, name, tensor in places:
             own[name] = tensor
-
-
-def zeros(module: nn.Module) -> None:
-    """Fill the tensors that a module holds itself with zeros; a ``param_init_fn`` for code that loads values later."""
-    module.to_empty(device=None, recurse=False)
 
 
 def _one_precision(own: Request, nested: _Nested) -> tuple[Precision | None, dict[str, torch.dtype]]:
