@@ -62,8 +62,12 @@ class StandIn(MixinBase):  # type: ignore[misc]
     def _engine_config(self, plugin: Any, module: nn.Module) -> ShardConfig:
         config: ShardConfig = super()._engine_config(plugin, module)
         noted = {} if self._noted is None else self._noted.config(config, self.world_size)
-        # Settings of the launch count for more.
-        noted = {name: value for name, value in noted.items() if getattr(config, name) == getattr(ShardConfig, name)}
+        # Settings of the launch count for more. What they ignore is among the parameters to ignore already.
+        noted = {
+            name: value
+            for name, value in noted.items()
+            if name == "ignore" or getattr(config, name) == getattr(ShardConfig, name)
+        }
         return dataclasses.replace(config, **noted) if noted else config
 
 

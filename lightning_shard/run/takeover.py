@@ -138,7 +138,8 @@ def _translated(root: Root, connector: Any, strategy: Any, family: str) -> Trans
 
 def _make(root: Root, found: Translation, settings: Mapping[str, Any]) -> Any:
     fields, options = split_settings(settings)
-    config = torch_shard.ShardConfig(**{**found.config, **fields})
+    ignored = {"ignore": (*found.config.get("ignore", ()), *fields.get("ignore", ()))}
+    config = torch_shard.ShardConfig(**{**found.config, **fields, **ignored})
     made = importlib.import_module(root.stand_in)
     kind = getattr(made, made.__all__[0])
     ours = kind(config, **{**found.options, **options})

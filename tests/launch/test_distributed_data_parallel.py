@@ -18,6 +18,7 @@ from tests.support.logs import captured_log
 from tests.support.ranks import ranks
 from torch_shard import ShardTensor, engine_of
 from torch_shard.errors import ConfigError, SetupError
+from torch_shard.fsdp import deferred_wrap, fully_shard
 from torch_shard.launch import distributed_data_parallel
 from torch_shard.launch.distributed_data_parallel import DistributedDataParallel as DDP
 from torch_shard.launch.settings import Overrides
@@ -220,6 +221,32 @@ def test_settings_of_the_launch_come_before_the_scripts_own():
         default
         == dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     )
+
+
+@ranks(2)
+def test_parameters_that_the_launch_ignores_come_beside_those_that_the_script_does():
+    module = Net()
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["unused.weight"])
+    distributed_data_parallel.use(Overrides({"ignore": ("last.*",)}))
+    try:
+        DDP(module)
+    finally:
+        distributed_data_parallel.use(Overrides({}))
+    sharded = {name for name, p in module.named_parameters() if isinstance(p, ShardTensor)}
+    assert sharded == {"first.weight", "first.bias", "norm.weight", "norm.bias", "unused.bias"}
+
+
+@ranks(2)
+def test_fully_shard_under_a_launch_leaves_what_either_ignores():
+    module = Net()
+    deferred_wrap.override_settings(Overrides({"ignore": ("last.*",)}).for_model)
+    try:
+        fully_shard(module, ignored_params={module.unused.weight})
+        module.state_dict()
+    finally:
+        deferred_wrap.override_settings(lambda model, own: dict(own))
+    sharded = {name for name, p in module.named_parameters() if isinstance(p, ShardTensor)}
+    assert sharded == {"first.weight", "first.bias", "norm.weight", "norm.bias", "unused.bias"}
 
 
 @ranks(2)

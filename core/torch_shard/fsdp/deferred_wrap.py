@@ -204,11 +204,12 @@ def engine_around(module: nn.Module, filled_later: Set[int] | None = None) -> En
     return _shard(root, filled_later)
 
 
-_overriding: Callable[[nn.Module], Mapping[str, Any]] = lambda model: {}  # noqa: E731
+_Overriding = Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]
+_overriding: _Overriding = lambda model, own: dict(own)  # noqa: E731
 
 
-def override_settings(overriding: Callable[[nn.Module], Mapping[str, Any]]) -> None:
-    """Let `overriding` return, for a model that is about to be sharded, fields of ``ShardConfig`` that replace its own."""
+def override_settings(overriding: _Overriding) -> None:
+    """Let `overriding` change the arguments of ``shard`` for each model that is about to be sharded."""
     global _overriding
     _overriding = overriding
 
@@ -223,7 +224,7 @@ def _shard(root: nn.Module, filled_later: Set[int] | None) -> Engine:
     nested_requests = {name: (part, nested.request) for name, part, nested in inside}
     settings, outputs = config_of(root, request, nested_requests, filled_later)
     settings["prefetch"] = max(settings["prefetch"], mark.prefetch, *(nested.prefetch for *_, nested in inside))
-    settings |= _overriding(root)
+    settings = _overriding(root, settings)
     casts = {name: partial(cast_root_outputs, dtype) for name, dtype in outputs.items()}
     handles = [root.get_submodule(name).register_forward_hook(hook) for name, hook in casts.items()]
     device = request.device

@@ -189,9 +189,8 @@ def _request(module: Any, given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
         "sync_module_states": bool(given.get("init_sync", True)),
         "precision": _precision(given.get("mixed_precision")),
         "ignore": _ignored(module),
-        **_overrides.for_model(module),
     }
-    return mesh if group is None else group, config
+    return mesh if group is None else group, _overrides.for_model(module, config)
 
 
 def _precision(mixed: Any) -> Precision | None:

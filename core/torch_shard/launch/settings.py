@@ -40,9 +40,13 @@ class Overrides:
         self._config = config
         ShardConfig(**{field: value for field, value in config.items() if value is not None})
 
-    def for_model(self, model: nn.Module) -> dict[str, Any]:
-        """Return fields of ``ShardConfig`` for a model. The process group must exist. Not collective."""
-        found = dict(self._config)
+    def for_model(self, model: nn.Module, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of ``ShardConfig`` for a model, where `own` are those of the script's arguments. Not collective.
+
+        The process group must exist.
+        """
+        # What the script ignores may differ between the ranks, so the launch only adds to it.
+        found = {**own, **self._config, "ignore": (*own["ignore"], *self._config.get("ignore", ()))}
         if found.get("timeout") is None:
             # The ranks may be as far apart as under DDP, where rank 0 may evaluate or save alone, for long, while others wait.
             found["timeout"] = group_timeout(next((p.device for p in model.parameters()), torch.device("cpu")))

@@ -30,12 +30,14 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_shard.for_lightning import ShardStrategy
+from lightning_shard.run._private import ROOTS
 from lightning_shard.run.for_lightning import ShardStrategy as StandIn
 from lightning_shard.run.from_ddp import from_ddp
 from lightning_shard.run.from_deepspeed import from_deepspeed
 from lightning_shard.run.from_fsdp import from_fsdp
-from lightning_shard.run.from_model_parallel import _notable, from_model_parallel
+from lightning_shard.run.from_model_parallel import Noted, _notable, from_model_parallel
 from lightning_shard.run.settings import read_settings
+from lightning_shard.run.takeover import _make
 from lightning_shard.run.translation import Translation, defaults_of
 from lightning_shard.strategy.settings import split_settings
 from torch_shard import Offload, Precision, ShardConfig
@@ -287,6 +289,22 @@ def test_a_later_run_of_the_module_keeps_what_the_first_one_gave_to_fully_shard(
     other.divided = True
     assert [precision_of_run(first) for _ in range(2)] == [Precision(torch.bfloat16)] * 2
     assert precision_of_run(other) is None
+
+
+def test_parameters_that_the_launch_ignores_come_beside_those_given_to_fully_shard():
+    strategy, module = (
+        StandIn(ShardConfig(ignore=("0.*",), timeout=9.0)),
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+    )
+    strategy._noted = Noted([(module, {"ignored_params": {module[1].weight}})])
+    ignore = strategy._engine_config(strategy.precision_plugin, module).ignore
+    assert ignore[0] == "0.*" and ignore[1] is module[1].weight and len(ignore) == 2
+
+
+def test_parameters_that_the_launch_ignores_come_beside_those_of_the_programs_strategy():
+    layer = nn.Linear(2, 2)
+    root = next(root for root in ROOTS.values() if root.package == "lightning.pytorch")
+    assert _make(root, fsdp(ignored_modules=[layer]), {"ignore": ("head.*",)}).config.ignore == (layer, "head.*")
 
 
 # -- the launch -------------------------------------------------------------------------------------------------------
