@@ -75,11 +75,17 @@ def _save(
             refuse_inside(engine, _WHAT)
         return directory_names.target(accelerator, output_dir)
 
+    def compared(path: Path) -> tuple[object, ...]:
+        # Automatic names are counted on each rank, and the main process may have saved some alone.
+        named = path.parent if project.automatic_checkpoint_naming else path
+        return str(named), is_full, safe_serialization, len(prepared.models)
+
+    project = accelerator.project_configuration
     # This comes before waiting for an earlier save, so that a missing rank is found here.
-    target = ranks.each(begin, key=lambda path: (str(path), is_full, safe_serialization, len(prepared.models)))
+    target = ranks.each(begin, key=compared)
     nonce = ranks.begin()
     ranks.each(accelerator.finish_saving)
-    place = ranks.broadcast(directory_names.followed(target))
+    target, place, number = ranks.broadcast((target, directory_names.followed(target), project.iteration))
     save = _Writing(accelerator, prepared, ranks, place, nonce, bool(safe_serialization))
     try:
         ranks.on_first(save.make_folder)
@@ -88,7 +94,7 @@ def _save(
     except BaseException:
         save.remove()
         raise
-    accelerator.project_configuration.iteration += 1
+    project.iteration = number + 1
     return target
 
 

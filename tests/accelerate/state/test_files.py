@@ -100,6 +100,20 @@ def test_automatic_names_are_numbered_and_the_oldest_go_when_the_new_one_is_whol
 
 
 @ranks(2)
+def test_automatic_names_go_on_after_checkpoints_of_the_main_process_alone(rank, tmp_path):
+    with accelerator(OURS, project_config=automatic(tmp_path)) as acc:
+        acc.prepare(net())
+        if acc.is_main_process:
+            acc.save_state()
+            acc.save_state()
+        acc.wait_for_everyone()
+        for number in (2, 3):
+            assert acc.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+            assert acc.save_iteration == number + 1
+        assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{number}" for number in range(4)]
+
+
+@ranks(2)
 def test_an_asynchronous_checkpoint_is_in_its_place_when_the_next_call_returns(rank, tmp_path):
     project = automatic(tmp_path, total_limit=2)
     with accelerator(OURS, shard_plugin=plugin(async_save=True), project_config=project) as acc:
