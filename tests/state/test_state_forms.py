@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -124,6 +125,20 @@ def test_what_was_set_is_returned_and_put_back_by_the_context(rank: int) -> None
     again = types.set_state_dict_type(model, before.state_dict_type, before.state_dict_config)
     assert again.state_dict_type is FULL
     assert type(model.state_dict()["head.bias"]) is ShardTensor
+
+
+@ranks(2)
+def test_a_deep_copy_gives_state_dicts_of_the_form_that_was_set(rank: int) -> None:
+    plain, model, _ = models()
+    types.set_state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True))
+    twin = copy.deepcopy(model)
+    found = twin.state_dict()
+    if rank:
+        assert not found
+    else:
+        same(found, plain)
+    types.set_state_dict_type(twin, LOCAL)
+    assert types.get_state_dict_type(model).state_dict_type is FULL
 
 
 @ranks(2)

@@ -166,6 +166,7 @@ class Runtime:
         if self.buffers is not None:
             other.buffers = copy.deepcopy(self.buffers, memo)
         other.reductions.hook = self.reductions.hook
+        other.state_dict_settings = copy.deepcopy(self.state_dict_settings, memo)
         other.registrations.ignored = self.registrations.ignored
         return other
 
