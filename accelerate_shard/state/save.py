@@ -187,6 +187,8 @@ class _Writing:
         """Wait for the engine's save, then put the checkpoint in its place; return what went wrong. Not collective."""
         try:
             engines_own.wait()
+            if engines_own.failure is not None:  # someone else has waited, and got the error
+                raise CheckpointError(engines_own.failure)
             if self.ranks.is_first:
                 self.put_in_place()
             return None

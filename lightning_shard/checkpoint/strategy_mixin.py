@@ -234,15 +234,17 @@ class CheckpointMixin(SavingMixin):
         """Wait for the save in the background, then delete what had to stay until then. Collective where there is one.
 
         Raises:
-            CheckpointError: on all ranks, if the save has failed. The older checkpoints are kept.
+            CheckpointError: on all ranks, if the save has failed and the engine has not raised that before. The older checkpoints
+                are kept in both cases.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
             try:
                 pending.wait()
-            except CheckpointError:
-                self._removals = []
-                raise
+            finally:
+                if pending.done():  # else the wait was interrupted, and teardown waits again
+                    self._pending = None
+                    self._removals = [] if pending.failure is not None else self._removals
         self._remove_replaced()
 
     def _remove_replaced(self) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
 
+from accelerate_shard.models.unwrap import engine_of
+from accelerate_shard.state.save import _Writing
 from tests.accelerate.support.accelerators import OURS, STOCK, accelerator
 from tests.accelerate.support.checkpoints import Counter, Run, plugin
 from tests.accelerate.support.models import loader, net, sgd
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.checkpoint.sharded import save as sharded_save
 from torch_shard.errors import CheckpointError, ConfigError
 
 
@@ -150,6 +154,33 @@ def test_an_asynchronous_checkpoint_that_fails_is_raised_by_the_next_call_and_th
         acc.load_state(tmp_path / "d")
         assert before != (tmp_path / "c" / "sharded" / "manifest.json").read_text()
         del model
+
+
+@ranks(2)
+def test_an_asynchronous_checkpoint_that_fails_is_not_put_in_place_where_its_error_has_been_raised_before(
+    rank, tmp_path, monkeypatch
+):
+    with accelerator(OURS, shard_plugin=plugin(async_save=True)) as acc:
+        model = acc.prepare(net())
+        acc.save_state(tmp_path / "c")
+        acc._finish_together("test")
+        before = (tmp_path / "c" / "sharded" / "manifest.json").read_text()
+
+        def fail(*_args):
+            raise OSError("the disk is full")
+
+        told, finish = threading.Event(), _Writing._finish
+        monkeypatch.setattr(sharded_save._Save, "write", fail)
+        monkeypatch.setattr(_Writing, "_finish", lambda writing, own: told.wait(30) and finish(writing, own))
+        acc.save_state(tmp_path / "c")
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            engine_of(model).finish_saving()
+        told.set()
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            acc.finish_saving()
+        acc.wait_for_everyone()
+        assert before == (tmp_path / "c" / "sharded" / "manifest.json").read_text()
+        assert os.listdir(tmp_path) == ["c"]
 
 
 @ranks(2)

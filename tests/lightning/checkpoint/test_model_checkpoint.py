@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -283,6 +284,55 @@ def test_a_background_save_that_fails_is_the_error_of_the_run_and_deletes_nothin
         torch.distributed.barrier()
         assert names(tmp_path) == ["epoch=0.ckpt"]
     fit(strategy("sharded"), [], 2, path=tmp_path / "epoch=0.ckpt")
+
+
+@ranks(2)
+def test_a_background_save_that_fails_deletes_nothing_where_its_error_has_been_raised_before(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=1, monitor="train")
+
+        class Breaks(Net):
+            def on_train_epoch_start(self):
+                if self.current_epoch == 1:
+                    self.trainer.strategy.engine.finish_saving()
+                    Gate(patch, error=True).open.set()
+
+            def on_train_end(self):
+                with pytest.raises(CheckpointError, match="the disk is full"):
+                    self.trainer.strategy.engine.finish_saving()
+
+        fit(strategy("sharded", async_save=True), [saves], 2, Breaks(optimizer="adamw"))
+        torch.distributed.barrier()
+        assert names(tmp_path) == ["epoch=0.ckpt"]
+
+
+@ranks(2)
+def test_a_background_save_that_fails_deletes_nothing_where_a_wait_for_it_was_interrupted(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        saves, gates = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=1, monitor="train"), []
+        interrupted = []
+
+        class Breaks(Net):
+            def on_train_epoch_start(self):
+                if self.current_epoch == 1:
+                    self.trainer.strategy.engine.finish_saving()
+                    gates.append(Gate(patch, error=True))
+
+            def on_train_end(self):
+                before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+                try:
+                    with pytest.raises(KeyboardInterrupt):
+                        self.trainer.strategy._finish_save()
+                    interrupted.append(True)
+                finally:
+                    signal.signal(signal.SIGALRM, before)
+                    gates[0].open.set()
+
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            fit(strategy("sharded", async_save=True), [saves], 2, Breaks(optimizer="adamw"))
+        torch.distributed.barrier()
+        assert interrupted and names(tmp_path) == ["epoch=0.ckpt"]
 
 
 @ranks(2)

@@ -16,6 +16,11 @@ class PendingSave:
 
     The thread is no daemon, so that a program that ends waits for it. The thread is never joined, because Python takes a thread
     for ended when a join of it is interrupted.
+
+    Attributes:
+        path: the path of the checkpoint.
+        failure: the text of what went wrong; None once the checkpoint is there. Unlike the error it stays after :meth:`wait` has
+            raised, since what must happen after a good save alone may wait for the save, too.
     """
 
     def __init__(
@@ -34,6 +39,7 @@ class PendingSave:
         self.path = target
         self._save: Callable[[], CheckpointError | None] | None = save
         self._error: CheckpointError | None = None
+        self.failure: str | None = f"the save to {target} has not ended."
         self._may_begin, self._ended = threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
             stack.enter_context(alive)
@@ -58,7 +64,8 @@ class PendingSave:
         """Return when the checkpoint is there, on all ranks.
 
         Raises:
-            CheckpointError: the save has failed. Raised once: the next save, load or close does not raise it again.
+            CheckpointError: the save has failed. Raised once: the next save, load or close does not raise it again. It is not
+                kept, because it would hold the frames that it has passed.
         """
         self._ended.wait()
         error, self._error = self._error, None
@@ -70,6 +77,7 @@ class PendingSave:
         try:
             with self._alive:
                 self._error = None if self._save is None else self._save()
+            self.failure = None if self._error is None else str(self._error)
             if self._error is not None:  # logged, since the user may not wait
                 logger.error("%s", self._error)
         finally:
