@@ -250,6 +250,30 @@ def test_odd_contents_of_a_torch_file_survive(tmp_path, cli):
         same(back[key], values[key], key)
 
 
+@pytest.mark.parametrize("extra", [[1, 2], {"epoch": 3, "seed": 4}])
+def test_entries_beside_an_extra_that_can_not_take_them_up_keep_their_own_place(extra, tmp_path, cli):
+    values = {"model": {"w": torch.ones(2)}, "extra": extra, "epoch": 12, "history": [1, {"a": 2.5}], "none": {}}
+    torch.save(values, tmp_path / "a.pt")
+    cli("convert", tmp_path / "a.pt", tmp_path / "s", "--to", "sharded")
+    cli("verify", tmp_path / "s")
+    cli("convert", tmp_path / "s", tmp_path / "b.pt", "--to", "torch")
+    back = loaded(tmp_path / "b.pt")
+    assert back["epoch"] == 12
+    taken_up = back["extra"] if isinstance(extra, dict) else back
+    assert (taken_up["history"], taken_up["none"]) == ([1, {"a": 2.5}], {})
+    assert back["extra"] == ({**extra, "history": [1, {"a": 2.5}], "none": {}} if isinstance(extra, dict) else extra)
+
+
+def test_an_entry_that_a_sharded_checkpoint_has_no_place_for_is_refused_by_name(tmp_path, cli):
+    values = {"model": "resnet50", "state_dict": {"w": torch.ones(2)}, "extra": [1]}
+    torch.save(values, tmp_path / "a.pt")
+    error = cli("convert", tmp_path / "a.pt", tmp_path / "s", "--to", "sharded", expected=2)
+    assert "'model'" in error and not (tmp_path / "s").exists()
+    torch.save({"model": {"w": torch.ones(2)}, "extra": [1], 0: "a", "0": "b"}, tmp_path / "b.pt")
+    error = cli("convert", tmp_path / "b.pt", tmp_path / "s", "--to", "sharded", expected=2)
+    assert "'0'" in error and not (tmp_path / "s").exists()
+
+
 def test_a_model_of_another_name_is_kept_but_not_taken_for_one(tmp_path, cli):
     values = {"net": {"w": torch.ones(2)}, "opt": {"state": {}, "param_groups": []}, "step": 3}
     torch.save(values, tmp_path / "a.pt")

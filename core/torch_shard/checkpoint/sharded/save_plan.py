@@ -65,7 +65,7 @@ class SavePlanner(DefaultSavePlanner):
         return _object_bytes(write_item.index.fqn, object)
 
 
-class _Object:
+class OneObject:
     """A value that is written as one object, whatever torch's planner would make of it."""
 
     def __init__(self, value: Any) -> None:
@@ -78,10 +78,10 @@ def _expressible(value: Any, path: tuple[str, ...]) -> Any:
     torch's planner leaves out empty ones and makes strings of all keys.
     """
     if path == (EXTRA,):
-        return _Object(value)
+        return OneObject(value)
     if isinstance(value, Mapping):
         if not value and _is_value(path):
-            return _Object({})
+            return OneObject({})
         if all(isinstance(key, str) for key in value):
             return {key: _expressible(child, (*path, key)) for key, child in value.items()}
         if any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(value)):
@@ -90,11 +90,11 @@ def _expressible(value: Any, path: tuple[str, ...]) -> Any:
                 f"{'.'.join(path)} has the key {odd!r}, and sharded tensors: such entries are saved by name, so that their keys "
                 "must be strings."
             )
-        return _Object(dict(value))
+        return OneObject(dict(value))
     if isinstance(value, list):
-        return [_expressible(child, (*path, str(i))) for i, child in enumerate(value)] or _Object([])
+        return [_expressible(child, (*path, str(i))) for i, child in enumerate(value)] or OneObject([])
     if is_wrapper(value):
-        return _Object(value)  # it has no memory of its own that could be written
+        return OneObject(value)  # it has no memory of its own that could be written
     return value
 
 
@@ -109,7 +109,7 @@ def _is_value(path: tuple[str, ...]) -> bool:
 
 def _object_bytes(name: str, value: Any) -> io.BytesIO:
     """Return the bytes of an object as torch.save writes it; raise if it would not be loaded again."""
-    value = value.value if isinstance(value, _Object) else value
+    value = value.value if isinstance(value, OneObject) else value
     file = io.BytesIO()
     try:
         torch.save(value, file)

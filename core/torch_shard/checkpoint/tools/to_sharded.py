@@ -18,7 +18,7 @@ from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row
 from ..full.output import hidden_directory
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, map_leaves, on_meta
-from ..sharded.save_plan import SavePlanner, decide
+from ..sharded.save_plan import OneObject, SavePlanner, decide
 from ..sharded.writer import Deferred, write_file, write_manifest, write_metadata
 from .classify import Parts, merged
 from .open_any import Opened
@@ -97,23 +97,22 @@ class _Planner(SavePlanner):
         elif parts.optimizers:
             optimizers = {name: self.optimizer(own) for name, own in parts.optimizers.items()}
             found[OPTIMIZER] = optimizers.get("", optimizers)
-        extra, other = parts.extra, parts.other
-        # engine.load returns `extra`, so objects belong there. Tensors do not, since they would all be in memory at once.
-        small = {}
-        for key, value in other.items():
-            if not any(isinstance(leaf, Stored) for _, leaf in leaves(value)):
+        extra, small = parts.extra, {}
+        for key, value in parts.other.items():
+            # engine.load returns `extra`, so objects belong there, unless they would replace it or a part of it. Tensors do not,
+            # since they would all be in memory at once.
+            has_tensors = any(isinstance(leaf, Stored) for _, leaf in leaves(value))
+            if not has_tensors and (extra is None or (isinstance(extra, dict) and key not in extra)):
                 small[key] = value
                 continue
             if str(key) in found or str(key) == EXTRA:
                 raise CheckpointError(
-                    f"the checkpoint has an entry {key!r} with tensors beside its {key}, and a sharded one has one place for "
-                    "both. Rename it, or pass --model-only."
+                    f"the checkpoint has an entry {key!r} beside its {key}, and a sharded one has one place for both. Rename it, "
+                    "or pass --model-only."
                 )
-            found[str(key)] = self.fill(value)
-        if small and extra is None:
-            extra = small
-        elif small and isinstance(extra, dict):
-            extra = {**small, **extra}
+            found[str(key)] = self.fill(value) if has_tensors else OneObject(value)
+        if small:
+            extra = {**small, **(extra or {})}
         if extra is not None:
             found[EXTRA] = _read(extra)
         return found
