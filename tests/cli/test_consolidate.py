@@ -220,6 +220,18 @@ def test_lightnings_checkpoints_are_still_lightnings_when_sharded(made, tmp_path
         cli("diff", made / "trainer.ckpt", tmp_path / "back.ckpt")
 
 
+@pytest.mark.parametrize("form", ["torch", "sharded"])
+def test_models_that_a_hook_has_added_to_a_lightning_checkpoint_are_kept(form, made, tmp_path, cli):
+    ema = {"ema": {"w": torch.ones(2)}}
+    for key in ("models", "model"):
+        torch.save({**loaded(made / "trainer.ckpt"), key: ema}, tmp_path / "a.ckpt")
+        cli("convert", tmp_path / "a.ckpt", tmp_path / "b", "--to", form, "--overwrite")
+        cli("consolidate", tmp_path / "b", tmp_path / "c.ckpt", "--overwrite")
+        cli("diff", tmp_path / "a.ckpt", tmp_path / "c.ckpt")
+        same(loaded(tmp_path / "c.ckpt")[key], ema)
+        assert set(loaded(tmp_path / "c.ckpt")) == set(loaded(tmp_path / "a.ckpt"))
+
+
 def test_odd_contents_of_a_torch_file_survive(tmp_path, cli):
     """State of no parameter, keys that are no strings, empty containers, tensors beside the model, shared memory."""
     w = torch.randn(3, 2)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..checkpoint.format.manifest import dtype_name
-from ..checkpoint.sharded.entry_tree import SavedOptimizer, Stored, leaves
-from ..checkpoint.tools.classify import LIGHTNING, Parts, parts_of
+from ..checkpoint.sharded.entry_tree import LIGHTNING, SavedOptimizer, Stored, leaves
+from ..checkpoint.tools.classify import Parts, parts_of
 from ..checkpoint.tools.open_any import Opened, open_checkpoint
 from .output import print_json, short, size, table
 

@@ -30,6 +30,9 @@ MODEL_KEYS = (MODEL, "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = (OPTIMIZER, "optimizer_states", "optimizer_state_dict", "optim", "optimizers")
 """The keys under which tools keep optimizers' state beside other entries of a file."""
 
+LIGHTNING = "pytorch-lightning_version"
+"""The key by which Lightning's checkpoints are recognised."""
+
 # The paths of the optimizer in the checkpoints of different tools.
 _OPTIMIZERS = ((OPTIMIZER,), ("optim",), ("app", "optim"), ("app", "optimizer"))
 
@@ -175,8 +178,10 @@ def new_tensor(saved: Stored, like: Any, dtype: torch.dtype | None = None) -> to
 def model_key(tree: Mapping[Any, Any]) -> str | None:
     """Return the key of the model's state dict in a tree of any tool; None if its entries are at the top.
 
-    A dict without tensors is a configuration, if anything else has tensors.
+    A dict without tensors is a configuration, if anything else has tensors. In Lightning's files other keys are a hook's own.
     """
+    if LIGHTNING in tree and isinstance(tree.get("state_dict"), dict):
+        return "state_dict"
     found = [key for key in MODEL_KEYS if isinstance(tree.get(key), dict)]
     with_tensors = (key for key in found if any(isinstance(leaf, Stored) for _, leaf in leaves(tree[key])))
     at_top = any(isinstance(value, Stored) for value in tree.values())

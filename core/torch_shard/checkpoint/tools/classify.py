@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
 from ..sharded.entries import EXTRA, EXTRA_SHARDS, MODELS, OPTIMIZER
 from ..sharded.entry_tree import (
+    LIGHTNING,
     OPTIMIZER_KEYS,
     WRAPPERS,
     SavedOptimizer,
@@ -30,9 +31,6 @@ from ..sharded.entry_tree import (
 )
 from ..sharded.extra_shards import joined
 from .open_any import LIGHTNING_META, Opened
-
-LIGHTNING = "pytorch-lightning_version"
-"""The key by which Lightning's checkpoints are recognised."""
 
 
 @dataclass
@@ -98,7 +96,7 @@ def parts_of(opened: Opened, model_only: bool = False) -> Parts:
     else:
         at_top = [name for name, value in tree.items() if isinstance(value, Stored) or _is_extra_state(name)]
         parts.model = _read(parts, {name: tree.pop(name) for name in at_top})
-    if isinstance(tree.get(MODELS), dict):
+    if isinstance(tree.get(MODELS), dict) and LIGHTNING not in tree:
         parts.models = _read(parts, tree.pop(MODELS))
     if model_only:
         parts.left_out = list(map(str, tree))

@@ -52,10 +52,14 @@ def torch_structure(parts: Parts, slots: Slots, versions: Mapping[str, Any]) -> 
     if not (parts.optimizers or parts.extra is not None or parts.other):
         return {MODEL: model, MODELS: models} if models else model
     optimizers = {name: slots.fill(state_by_number(own)) for name, own in parts.optimizers.items()}
-    if parts.lightning:
-        rest = slots.fill(parts.extra)
-        return {**rest, "state_dict": model, **({"optimizer_states": list(optimizers.values())} if optimizers else {})}
     found: dict[Any, Any] = {}
+    if parts.lightning:
+        found = {**slots.fill(parts.other), **slots.fill(parts.extra), "state_dict": model}
+        if models:
+            found[MODELS] = models
+        if optimizers:
+            found["optimizer_states"] = list(optimizers.values())
+        return found
     if model:
         found[_free(MODEL, parts.model_key or "state_dict", parts)] = model
     if models:
