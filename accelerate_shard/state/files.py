@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from accelerate.utils.constants import (
 )
 
 from torch_shard.errors import CheckpointError
-from torch_shard.frontend.checkpoint import read_pickled
+from torch_shard.frontend.checkpoint import read_pickled, refuse_damaged
 
 SHARDED = "sharded"
 """The folder in a checkpoint that all ranks write."""
@@ -91,18 +92,22 @@ def _linked(source: str, target: str) -> str:
     return target
 
 
-def read(path: Path, weights_only: bool, **options: Any) -> Any:
+def read(path: Path, weights_only: bool, share: tuple[int, int] = (0, 1), **options: Any) -> Any:
     """Return what a pickled file holds, on the CPU unless `options` (of ``torch.load``) say otherwise. Not collective.
 
     Args:
         path: the file.
         weights_only: read with torch's safe loader, which runs no code.
+        share: this rank and the number of ranks that divide the comparison with the file's checksums among them; each rank
+            compares all by default.
 
     Raises:
         CheckpointError: it is missing, damaged, or holds what the safe loader refuses.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or of a run with other objects.")
+    if zipfile.is_zipfile(path):  # else torch wrote it in its old format, without checksums, or the end is cut off
+        refuse_damaged(path, *share)
     options = {"map_location": "cpu", **options, "weights_only": weights_only}
     remedy = "ShardPlugin(weights_only=False) or load_state(..., load_kwargs={'weights_only': False})"
     return read_pickled(lambda: accelerates_load(path, **options), path, remedy)

@@ -228,7 +228,7 @@ def _place(value: Any) -> Any:
 class FullOptimizer:
     """A file with the state of one optimizer, which may hold parameters of several models."""
 
-    def __init__(self, prepared: Prepared, number: int, folder: Path, weights_only: bool) -> None:
+    def __init__(self, prepared: Prepared, ranks: Ranks, number: int, folder: Path, weights_only: bool) -> None:
         self.optimizer = prepared.optimizers[number]
         self.path = folder / numbered(OPTIMIZER_NAME, number)
         self._engine = engine = prepared.engine_for(self.optimizer)
@@ -237,7 +237,7 @@ class FullOptimizer:
             raise CheckpointError(
                 f"{self.path} is missing: the checkpoint is incomplete, or of a run with fewer optimizers."
             )
-        given = read(self.path, weights_only, mmap=True)
+        given = read(self.path, weights_only, (ranks.rank, ranks.world), mmap=True)
         if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
             raise CheckpointError(f"{self.path} holds no optimizer's state.")
         self._given: Any = given

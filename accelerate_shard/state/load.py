@@ -83,7 +83,7 @@ class _Load:
         if not self.is_sharded or not self.prepared.sharded:
             numbers = range(len(self.prepared.optimizers))
             self._optimizers = self.ranks.each(
-                lambda: [FullOptimizer(self.prepared, n, self.folder, self.weights_only) for n in numbers]
+                lambda: [FullOptimizer(self.prepared, self.ranks, n, self.folder, self.weights_only) for n in numbers]
             )
 
     def run(self) -> None:

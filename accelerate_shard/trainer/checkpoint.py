@@ -11,7 +11,9 @@ import functools
 import os
 import types
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch_shard.frontend import (
     numbered_optim_state_dict,
     param_names_of,
 )
-from torch_shard.frontend.checkpoint import by_name, each_at_length
+from torch_shard.frontend.checkpoint import by_name, each_at_length, refuse_damaged
 
 from .._private import plain_optimizer
 from ..accelerator import Accelerator
@@ -128,6 +130,7 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     The file is mapped, and each rank copies its shards out of it.
 
     Raises:
+        CheckpointError: on all ranks: a file is damaged; nothing was loaded.
         StateDictError: on all ranks, with everything that does not fit; nothing was loaded.
     """
     engine = engine_holding(trainer.model)
@@ -138,6 +141,9 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     optimizer = plain_optimizer(trainer.optimizer)
 
     def read() -> tuple[Any, Any]:
+        for path, share in zip(paths, ((engine.rank, engine.world_size), (0, 1)), strict=True):
+            if zipfile.is_zipfile(path):
+                refuse_damaged(Path(path), *share)
         state = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
         with warnings.catch_warnings():
             # torch's warnings about saving and loading schedulers are not meant for the user of a Trainer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from tests.accelerate.support.accelerators import OURS, STOCK, accelerator
 from tests.accelerate.support.checkpoints import Counter, Noisy, Run, plugin
 from tests.accelerate.support.models import net, sgd
 from tests.accelerate.support.training import full_parameters
+from tests.checkpoint.test_damaged_full import flip
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import CheckpointError, ConfigError, ShardError, StateDictError, UnitStateError
@@ -53,6 +55,37 @@ def test_a_checkpoint_that_is_damaged_or_incomplete_is_refused_and_nothing_chang
             assert all(str(after[name]) == str(value) for name, value in before.items()), pattern
             assert torch.equal(torch.get_rng_state(), random), pattern
         first.train(steps=1)
+
+
+@pytest.mark.parametrize("safe", [True, *exhaustive(False)])
+@ranks(2)
+def test_a_flipped_bit_in_any_file_with_checksums_is_refused_and_nothing_changes(rank, safe, tmp_path):
+    with accelerator(OURS, shard_plugin=plugin("full")) as acc:
+        first = Run(acc)
+        teacher = acc.prepare_model(net(1), evaluation_mode=True)
+        first.train(steps=1)
+        acc.save_state(tmp_path, safe_serialization=safe)
+        acc.wait_for_everyone()
+        first.train(steps=1)
+        before, random = first.state(), torch.get_rng_state()
+        files = ["optimizer.bin", "scheduler.bin", *([] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"])]
+        for name in files:
+            with zipfile.ZipFile(tmp_path / name) as archive:
+                # The values of a tensor, if there are any.
+                member = max(archive.infolist(), key=lambda info: ("/data/" in info.filename, info.file_size)).filename
+            acc.wait_for_everyone()
+            flip(tmp_path / name, member) if rank == 0 else None
+            acc.wait_for_everyone()
+            with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
+                acc.load_state(tmp_path)
+            after = first.state()
+            assert all(str(after[key]) == str(value) for key, value in before.items()), name
+            assert torch.equal(torch.get_rng_state(), random), name
+            acc.wait_for_everyone()
+            flip(tmp_path / name, member) if rank == 0 else None
+        acc.wait_for_everyone()
+        acc.load_state(tmp_path)
+        del teacher
 
 
 class Other(Noisy):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, Trainer
 from accelerate_shard import from_pretrained
 from tests.accelerate.support.peft_models import adapted, lora
 from tests.accelerate.support.trainers import Ours, Tokens, assert_same_logs, trained, trainer
+from tests.checkpoint.test_damaged_full import flip
 from tests.support.hf_models import build
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks, run
-from torch_shard.errors import SetupError
+from torch_shard.errors import CheckpointError, SetupError
 
 EVERY_3 = {
     "save_strategy": "steps",
@@ -54,6 +56,20 @@ def test_resuming_goes_on_as_if_nothing_had_happened(writer, reader, optim, tmp_
         assert_same_logs(own.steps.logs[:-1], whole[3:-1])  # but for the mean loss of the run
         kinds = {type(value).__name__ for state in own.optimizer.state.values() for value in state.values()}
         assert any("bit" in kind for kind in kinds) == optim.endswith("bit")
+
+
+@ranks(2)
+def test_a_flipped_bit_in_the_optimizers_file_is_refused_on_all_ranks(rank, tmp_path):
+    trained(Ours, tmp_path, **EVERY_3)
+    dist.barrier()
+    path = tmp_path / "checkpoint-3" / "optimizer.pt"
+    if rank == 0:
+        with zipfile.ZipFile(path) as archive:
+            member = max(archive.infolist(), key=lambda info: info.file_size).filename
+        flip(path, member)
+    dist.barrier()
+    with trainer(Ours, tmp_path, **EVERY_3) as own, pytest.raises(CheckpointError, match=r"optimizer\.pt is damaged"):
+        own.train(resume_from_checkpoint=str(path.parent))
 
 
 @pytest.mark.parametrize("alone", [False, *exhaustive(True)])
