@@ -21,6 +21,7 @@ from tests.compat.harness import MLP, batch, plain_backward
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.checkpoint.sharded.entry_tree import optimizer_of
+from torch_shard.errors import StateDictError
 
 
 def double() -> nn.Module:
@@ -108,6 +109,29 @@ def test_what_others_have_saved_loads(form, rank, tmp_path):
     load(engine, tmp_path / "c", optimizer)
     same(whole(engine, optimizer), by_name(other, second))
     train(model, optimizer, rank, range(2, 3))
+
+
+@ranks(2)
+def test_settings_by_parameter_that_differ_within_one_of_our_groups_are_refused(rank, tmp_path):
+    def grouped(model: nn.Module) -> torch.optim.Optimizer:
+        matrices, rest = ([p for p in model.parameters() if (p.dim() > 1) is large] for large in (True, False))
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+
+    model = double()
+    optimizer = grouped(model)
+    train(model, optimizer, rank)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    values, state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": values, "optimizer": state}, checkpoint_id=tmp_path / "c")
+    _model, engine, optimizer = build(seed=2, make=lambda m: torch.optim.AdamW(m.parameters()), model=double)
+    before = whole(engine, optimizer)
+    with pytest.raises(StateDictError, match=r"weight_decay is 0\.1 for \S+\.weight and 0\.0 for \S+\.bias"):
+        load(engine, tmp_path / "c", optimizer)
+    same(whole(engine, optimizer), before)
+    engine.close()
+    _model, engine, optimizer = build(seed=2, make=grouped, model=double)
+    load(engine, tmp_path / "c", optimizer)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 @pytest.mark.parametrize("kind", [*exhaustive("unsharded"), "fsdp2"])

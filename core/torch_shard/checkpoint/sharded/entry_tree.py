@@ -314,6 +314,38 @@ class SavedOptimizer:
         unknown = {str(name): {str(name): leaf} for name, leaf in self.unknown.items()}  # an error, where it is loaded
         return {"state": {**state, **unknown}, "param_groups": found}
 
+    def disagreements(self, live: Sequence[Sequence[str]], known: Mapping[str, Any]) -> list[str]:
+        """Return where settings by parameter differ within one of the live groups, which has one value for all parameters.
+
+        The arguments are those of :meth:`as_saved`.
+        """
+        if self.groups:
+            return []
+        names = {name for own in live for name in own}
+        settings = {unwrapped(name, names): map_leaves(own, known) for name, own in self.of_parameter.items()}
+        found: dict[tuple[int, str], str] = {}
+        for number, own in enumerate(live):
+            first, *rest = [name for name in own if name in settings] or [""]
+            for name in rest:
+                for key in settings[first].keys() | settings[name].keys():
+                    one, other = settings[first].get(key), settings[name].get(key)
+                    if not _equal(one, other):
+                        text = (
+                            f"{key} is {one} for {first} and {other} for {name}, which are both in group {number} here"
+                        )
+                        found.setdefault((number, key), text)
+        return [found[key] for key in sorted(found)]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
 
 def is_optimizer(value: Any) -> bool:
     """Return True if a part of a tree is an optimizer's state dict, nested or flattened."""

@@ -81,7 +81,8 @@ class OptimizerLoad:
         if self.saved is None:
             found.missing.append(f"{self.what} (the checkpoint has no such optimizer state)")
             return
-        given = self.saved.as_saved(names_by_group(self.optimizer, self.names), known)
+        live = names_by_group(self.optimizer, self.names)
+        given = self.saved.as_saved(live, known)
         if not self.alone:  # the rest is other optimizers'
             own_keys = {*self.names.values(), *(p for group in given["param_groups"] for p in group["params"])}
             given["state"] = {key: own for key, own in given["state"].items() if key in own_keys}
@@ -97,7 +98,7 @@ class OptimizerLoad:
         self.given["state"].update(own_others)
         self.given[optimizer_state.OTHER] = list(own_others)
         own = optimizer_state.mismatches(self.runtime, self.optimizer, self.names, self.given)
-        own.problems.extend(self._wrong_dtypes(dtype))
+        own.problems.extend([*self.saved.disagreements(live, known), *self._wrong_dtypes(dtype)])
         found.add(own, f"{self.what}: ")
 
     def _wrong_dtypes(self, dtype: torch.dtype | None) -> list[str]:
