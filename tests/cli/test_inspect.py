@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from tests.checkpoint.helpers import Model, files_of
+from tests.checkpoint.helpers import Model, alone, files_of, save
 from torch_shard.versions import __version__
 
 
@@ -65,6 +67,16 @@ def test_other_formats(kind, form, optimizers, extra, made, cli):
     if kind == "several":
         assert "teacher.head.weight" in names
     assert "head.weight" in cli("inspect", made / kind)
+
+
+@pytest.mark.parametrize("extra", [torch.arange(3), 0, []])
+def test_an_extra_that_is_no_dict_is_shown(extra, tmp_path, cli):
+    _model, engine = alone()
+    save(engine, tmp_path / "c", extra=extra)
+    engine.close()
+    text = "'tensor [3] int64'" if isinstance(extra, torch.Tensor) else repr(extra)
+    assert cli("inspect", tmp_path / "c", "--json")["extra"] == text
+    assert re.search(rf"^extra +{re.escape(text)}$", cli("inspect", tmp_path / "c"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("kind", ["trainer.ckpt", "lightning", "ours_lightning"])

@@ -67,11 +67,18 @@ def _description(opened: Opened, parts: Parts) -> dict[str, Any]:
         "bytes_of_files": sum(opened.files.values()),
         "parameters": rows,
         "optimizers": {name: _optimizer(own) for name, own in parts.optimizers.items()},
-        "extra": sorted(map(str, parts.extra)) if isinstance(parts.extra, dict) else parts.extra and short(parts.extra),
+        "extra": _extra(parts.extra),
         "other": {str(key): _nbytes(value) for key, value in parts.other.items()},
         "files": opened.files,
         "not_read": parts.refused,
     }
+
+
+def _extra(extra: Any) -> list[str] | str | None:
+    """Return the keys of ``extra``, or its shortened text if it is no dict."""
+    if isinstance(extra, dict):
+        return sorted(map(str, extra))
+    return None if extra is None else short(extra)
 
 
 def _rows(opened: Opened, parts: Parts) -> Iterator[dict[str, Any]]:
