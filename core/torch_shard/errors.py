@@ -190,6 +190,8 @@ class CheckpointError(ShardError):
     Remedy: the message names file and parameter, and what to do.
     """
 
+    _is_unsupported = False  # True where nothing is damaged, but this version can't read such a checkpoint
+
 
 class HostMemoryError(ShardError):
     """Host memory for offload can't be had.

@@ -95,6 +95,16 @@ def test_descriptions_of_ours(copied, cli, tmp_path):
     assert "Upgrade" in cli("verify", folder, expected=2)
 
 
+def test_damage_is_damage_whatever_the_path_is_called(made, tmp_path, cli):
+    for name in ("Upgrade", "compressed members"):
+        folder = tmp_path / name / "c"
+        shutil.copytree(made / "ours", folder)
+        (folder / ".metadata").unlink()
+        assert ".metadata" in cli("verify", folder, expected=1)
+    (tmp_path / name / "a.safetensors").write_bytes(b"cut off")
+    assert "damaged" in cli("verify", tmp_path / name / "a.safetensors", expected=1)
+
+
 def test_metadata_of_another_checkpoint(made, copied, cli):
     folder = copied("ours")
     shutil.copy(made / "wide" / ".metadata", folder / ".metadata")

@@ -53,6 +53,13 @@ def damaged(path: str | os.PathLike[str], error: Exception, held: str = "") -> C
     )
 
 
+def unsupported(text: str) -> CheckpointError:
+    """Return the error for a checkpoint that need not be damaged, but is of a form that this version can't read."""
+    error = CheckpointError(text)
+    error._is_unsupported = True
+    return error
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, which may be empty."""
     return next(iter(str(error).strip().splitlines()), "no reason given")

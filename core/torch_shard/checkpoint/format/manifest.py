@@ -34,6 +34,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...versions import __version__
+from .fileio import unsupported
 
 MANIFEST = "manifest.json"
 _FORMAT = "torch-shard checkpoint"
@@ -165,7 +166,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         raise CheckpointError(
             f"{path} is damaged or no manifest of this package's ({type(error).__name__}: {error}). Load an earlier checkpoint."
         ) from error
-    raise CheckpointError(
+    raise unsupported(
         f"{path} has format version {version}, written by torch-shard-engine {by}; this is {__version__}, which reads up to "
         f"version {_VERSION}. Upgrade torch-shard-engine."
     )

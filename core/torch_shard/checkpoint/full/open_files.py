@@ -21,7 +21,7 @@ import torch
 from ...errors import CheckpointError
 from ..format.atomic_directory import find
 from ..format.dcp_metadata import METADATA
-from ..format.fileio import damaged, some
+from ..format.fileio import damaged, some, unsupported
 from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
 from ..format.torch_file import not_trusted, verify_torch_file
@@ -169,7 +169,7 @@ def _refuse_compressed(path: Path) -> None:
     except Exception:  # damage leads zipfile to many errors; torch.load raises its own
         return
     if packed:
-        raise CheckpointError(
+        raise unsupported(
             f"{path} is an archive with compressed members ({packed[0]}), as torch does not write it. Re-save it with "
             f"torch.save(torch.load({str(path)!r}, weights_only=True), 'plain.pt')."
         )

@@ -86,7 +86,7 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda nbytes: Non
             found += _checksums(target, name, record, progress)
         checkpoint = Checkpoint.open(target)
     except CheckpointError as error:
-        if "Upgrade" in str(error):
+        if error._is_unsupported:
             raise
         return found or [Problem("", (), str(error))]
     if manifest is not None:
@@ -225,7 +225,7 @@ def _full(path: Path, progress: Progress) -> Iterator[Problem]:
     try:
         found = open_full(path)
     except CheckpointError as error:
-        if kind is None or "compressed members" in str(error):
+        if kind is None or error._is_unsupported:
             raise
         if not _refused_class(error):
             yield Problem("", (), str(error))
