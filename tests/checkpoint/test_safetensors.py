@@ -74,6 +74,14 @@ def test_the_model_says_which_of_tied_names_is_kept(rank, tmp_path):
     comes_back(tmp_path / "c.safetensors", engine, model=Chosen)
 
 
+def test_the_formats_own_metadata_names_no_tensor(tmp_path):
+    path = tmp_path / "c.safetensors"
+    safetensors.save_file({"pt": torch.ones(2)}, path, metadata={"format": "pt", "tied": "pt"})
+    assert open_full(path).tied == {"tied": "pt"}
+    safetensors.save_file({"w": torch.ones(2)}, path, metadata={"format": "w"})  # as save_model names a tied tensor
+    assert open_full(path).tied == {"format": "w"}
+
+
 @ranks(2)
 def test_a_file_of_save_model_is_loaded(rank, tmp_path):
     torch.manual_seed(4)

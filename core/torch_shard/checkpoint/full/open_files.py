@@ -26,6 +26,7 @@ from ..format.manifest import MANIFEST
 from ..format.safetensors import INDEX, SINGLE, library
 from ..format.torch_file import not_trusted, verify_torch_file
 
+_FRAMEWORKS = ("pt", "tf", "flax", "np", "mlx")  # that wrote a safetensors file, by its metadata
 _ENDS = 64 << 10  # bytes at each end of a file whose checksum tells it from other files
 
 
@@ -238,4 +239,6 @@ def _mapped(path: Path, expected: list[str] | None = None) -> tuple[dict[str, to
         raise
     except Exception as error:
         raise damaged(path, error, with_what) from error
+    if metadata.get("format") in _FRAMEWORKS:  # the format's own entry, also where a tensor is called "pt"
+        del metadata["format"]
     return values, {name: kept for name, kept in metadata.items() if kept in values and name not in values}
