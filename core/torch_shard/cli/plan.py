@@ -61,9 +61,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--memory", help="of one device, such as 80GiB (default: that of the device's data sheet)")
     parser.add_argument("--margin", type=float, default=0.05, help="part of the memory that stays free (default: 0.05)")
     parser.add_argument(
-        "--precision", choices=["bf16", "fp16", "fp32"], default="bf16", help="bf16 and fp16: autocast (default: bf16)"
+        "--precision",
+        choices=["bf16", "fp16", "fp32"],
+        help="with --model: bf16 and fp16 are autocast (default: bf16)",
     )
-    parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="adamw", help="default: adamw")
+    parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), help="with --model (default: adamw)")
     parser.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)}, or a JSON file (default: h100)")
     parser.add_argument("--link", help=f"within a node: {LINK_FORM}")
     parser.add_argument("--link-between-nodes", default="ib-ndr400", help="as --link (default: ib-ndr400)")
@@ -97,13 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
         inter=link(arguments.link_between_nodes),
         margin=arguments.margin,
     )
+    autocast = None
     if arguments.script is None:
-        found = _plan_model(arguments, hardware)
+        precision = arguments.precision or "bf16"
+        autocast = precision if precision in _AUTOCAST else None
+        found = _plan_model(arguments, hardware, autocast)
     else:
         from ..launch.planned_script import plan_script
 
         found = plan_script(arguments.script, arguments.script_arguments, hardware, arguments.module)
-    autocast = arguments.precision if arguments.script is None and arguments.precision in _AUTOCAST else None
     best = found.estimates[0] if found.estimates[0].fits else None
     lines = {} if best is None else lines_for(best.candidate, autocast)
     if path is not None:
@@ -145,10 +149,12 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1, not {value}.")
-        if name in ("batch", "seq") and (value is None) != (arguments.model is None):
-            raise ConfigError(
-                f"--{name} belongs to --model: " + ("it is missing." if value is None else "a script says itself.")
-            )
+    for name in ("batch", "seq", "precision", "optimizer"):
+        value = getattr(arguments, name)
+        if value is not None and arguments.model is None:
+            raise ConfigError(f"--{name} belongs to --model: a script says itself.")
+        if value is None and arguments.model is not None and name in ("batch", "seq"):
+            raise ConfigError(f"--{name} belongs to --model: it is missing.")
     if arguments.script is None:
         if arguments.script_arguments:
             raise ConfigError("arguments that follow -- are a script's, and there is none.")
@@ -166,10 +172,10 @@ def _title(arguments: argparse.Namespace) -> str:
     )
 
 
-def _plan_model(arguments: argparse.Namespace, hardware: Hardware) -> Search:
+def _plan_model(arguments: argparse.Namespace, hardware: Hardware, autocast: str | None) -> Search:
     model = _model(arguments.model)
-    optimizer = _OPTIMIZERS[arguments.optimizer](model.parameters(), lr=1e-4)
-    dtype = _AUTOCAST.get(arguments.precision)
+    optimizer = _OPTIMIZERS[arguments.optimizer or "adamw"](model.parameters(), lr=1e-4)
+    dtype = None if autocast is None else _AUTOCAST[autocast]
     words = model.config.vocab_size
 
     def step(model: Any, batch: int) -> None:
