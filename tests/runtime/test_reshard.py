@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_shard
 from tests.comm.test_traffic import Collectives
-from tests.compat.harness import MLP, Checkpointed, Pair, batch, loss_of, plain_backward, same_params, train_both
+from tests.compat.harness import MLP, Block, Checkpointed, Pair, batch, loss_of, plain_backward, same_params, train_both
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError
@@ -86,19 +86,24 @@ def test_recomputation_edits_and_weights_that_are_kept(rank, world_size):
     train_both(Odd, rank, world_size, run=run, **TWO)
 
 
-class Keeps(MLP):
-    """One rank puts a weight aside, and so keeps its unit."""
+class KeepingBlock(Block):
+    """Puts a weight aside while it is unsharded."""
 
-    def __init__(self, keeps: bool) -> None:
-        super().__init__()
+    def __init__(self, width: int, keeps: bool) -> None:
+        super().__init__(width)
         self.keeps = keeps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inp(x)
-        for block in self.blocks:
-            x = block(x)
-        self.kept = [self.blocks[1].up.weight] if self.keeps else []
-        return self.head(x)
+        self.kept = [self.up.weight] if self.keeps else []
+        return super().forward(x)
+
+
+class Keeps(MLP):
+    """One rank puts a weight of a block aside, and so keeps its unit."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.blocks[1] = KeepingBlock(7, keeps)
 
 
 @ranks(4)
@@ -152,7 +157,7 @@ def test_a_model_that_gets_no_backward_keeps_nothing_between_steps(rank, world_s
 @pytest.mark.exhaustive
 @ranks(4)
 def test_evaluation_and_gathered_between_forward_and_backward(rank, world_size):
-    pair = Pair(MLP, rank, world_size, **TWO)
+    pair = Pair(lambda: Keeps(rank == 1), rank, world_size, **TWO)
 
     def run(model: nn.Module, x: torch.Tensor) -> None:
         first, second = loss_of(model(x)), loss_of(model(x + 1))

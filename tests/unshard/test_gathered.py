@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 import torch_shard
+from tests.compat.harness import Pair, loss_of
+from tests.compat.harness import batch as inputs
+from tests.runtime.test_reshard import Keeps
 from tests.support.marks import exhaustive, quick
 from tests.support.odd_model import Net, assert_grads, assert_same, batch, build, reference_grads, trained
 from tests.support.ranks import ranks
@@ -273,6 +276,46 @@ def test_training_goes_on_before_inside_and_after(strategy: str, rank: int, worl
     with engine.gathered():
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, q)
+
+
+STRATEGIES_THAT_SHARD = ["full_shard", *exhaustive("shard_grad_op", "shard_optim")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES_THAT_SHARD)
+@ranks(2)
+def test_between_forward_and_backward_a_unit_that_one_rank_keeps_has_its_values(strategy: str, rank: int) -> None:
+    pair = Pair(lambda: Keeps(rank == 1), rank, 2, strategy=strategy, unit_bytes=300)
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        loss = loss_of(model(x))
+        if model is pair.model:
+            before = [kept.detach().clone() for kept in model.blocks[1].kept]
+            with pair.engine.gathered():
+                for p in model.parameters():
+                    p.data.add_(1.0)  # undone at the end, and without a trace
+            assert all(torch.equal(*values) for values in zip(model.blocks[1].kept, before, strict=True))
+        loss.backward()
+
+    pair.train(0)  # from now on the ranks know the order of units, and do not compare it
+    pair.train(1, 2, run=run)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES_THAT_SHARD)
+@ranks(2)
+def test_a_unit_that_one_rank_keeps_has_the_values_that_were_written(strategy: str, rank: int) -> None:
+    pair = Pair(lambda: Keeps(rank == 1), rank, 2, strategy=strategy, unit_bytes=300)
+    loss = loss_of(pair.model(inputs(rank, 0)))
+    for place in (None, "cpu"):
+        with pair.engine.gathered(), pair.engine.gathered(write=True, device=place), torch.no_grad():
+            for p in pair.model.parameters():
+                p.add_(1.0)
+        written = full(pair.model, pair.engine)["blocks.1.up.weight"]
+        assert all(torch.equal(kept, written) for kept in pair.model.blocks[1].kept)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
+        loss.backward()
+    for p in pair.plain.parameters():
+        p.data.add_(2.0)
+    pair.train(0)
 
 
 @ranks(2)

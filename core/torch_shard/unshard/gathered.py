@@ -206,29 +206,37 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
         for entry in started[len(entered) :]:
             if entry.in_place and not entry.shared:
                 with contextlib.suppress(ShardError):  # the error that is on its way says more
-                    entry.unit.reshard()
+                    _release(runtime, entry)
         raise
 
 
 def _refill(runtime: Runtime, unit: Unit) -> bool:
-    """Start an unshard with the present values; return True if a running backward needs the unit afterwards. Collective."""
+    """Start an unshard with the present values; return True if this rank needs the unit afterwards. Collective."""
     keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
     if unit.state is not State.SHARDED:
         # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
         unit.wait()
         unit.reshard()
-    _start(runtime, unit)
+    if runtime.lone.running:
+        unit.unshard_alone()
+    else:
+        unit.unshard()
     if not keep:
         runtime.schedule.gathered.pop(unit.index, None)
     return keep
 
 
-def _start(runtime: Runtime, unit: Unit) -> None:
-    """Start the unshard of a SHARDED unit. Collective, unless this rank reads alone."""
-    if runtime.lone.running:
-        unit.unshard_alone()
+def _release(runtime: Runtime, entry: GatheredUnit) -> None:
+    """Reshard a unit that was unsharded in place, unless this rank needs it afterwards. Not collective."""
+    unit = entry.unit
+    if entry.keep:
+        # Ranks may keep different units, so no collective may depend on it. Other ranks may have resharded this one, and
+        # unshard it anew; then this rank takes part.
+        unit.wait()
+        unit.refill = True
+        runtime.schedule.gathered[unit.index] = unit
     else:
-        unit.unshard()
+        unit.reshard()
 
 
 def _enter_unit(entry: GatheredUnit) -> None:
@@ -240,11 +248,11 @@ def _enter_unit(entry: GatheredUnit) -> None:
                 flat.mirror()
             entry.unsharded_params = [flat.unsharded_params for flat in unit.flats]
             entry.buffers = [flat.full for flat in unit.flats]
-            if (
-                not unit.gathers
-            ):  # the parameters are views of the shards: edits that are not written back must be undone
+            # Where the parameters are views of the shards, or are kept for a backward, edits that are not written back must
+            # be undone.
+            if entry.keep or not unit.gathers:
                 with torch.inference_mode(False):
-                    entry.backup = [flat.shard.clone() for flat in unit.flats]
+                    entry.backup = [full.clone() for full in entry.buffers]
         else:
             _copy(entry)
     full_grads: list[list[torch.Tensor | None]] = []
@@ -308,9 +316,9 @@ def _uninstall(entry: GatheredUnit) -> None:
     if entry.overlay:
         unit.exchange(entry.covered)
         return
-    for flat, values in zip(unit.flats, entry.backup, strict=False):
+    for full, values in zip(entry.buffers, entry.backup, strict=False):
         with torch.no_grad():
-            flat.shard.copy_(values)
+            full.copy_(values)
     unit.uninstall()
     unit.exchange(entry.covered)
     for flat in unit.flats:
@@ -365,11 +373,7 @@ def _leave(runtime: Runtime, entry: GatheredUnit) -> None:
     if entry.here:
         _uninstall(entry)
     if entry.in_place and unit.gathers:
-        unit.reshard()
-        if entry.keep:  # backward goes on with the values as they are now
-            _start(runtime, unit)
-            unit.wait()
-            runtime.schedule.gathered[unit.index] = unit
+        _release(runtime, entry)
 
 
 # -- engine.apply -----------------------------------------------------------------------------------------------------

@@ -47,13 +47,13 @@ class GatheredUnit:
         here: True if this rank gets the values.
         shared: True if the enclosing ``gathered`` has the values already.
         overlay: True if the enclosing ``gathered`` gives all ranks the values, and copies of these take their place meanwhile.
-        keep: True if a running backward needs the unit afterwards.
+        keep: True if this rank needs the unit afterwards, for a backward.
         unsharded_params: the parameters in the modules, by flat buffer.
         buffers: the memory of these parameters, by flat buffer.
         covered: the former ``unsharded_params`` of each flat buffer.
         wants: ``requires_grad`` of `unsharded_params` at the beginning.
         hooks: handles of the hooks that refuse a backward.
-        backup: the shards' values at the beginning, where the unsharded parameters are views of the shards.
+        backup: the values of `buffers` at the beginning, or as written since; empty where the buffers are freed at the end.
     """
 
     unit: Unit
@@ -146,12 +146,13 @@ def _write(gathered: GatheredUnit) -> None:
             unit.outdated = True  # a collective does not increment the shard's version
             if flat.host is not None:
                 flat.host.outdate()
+            overlaid = any(call.overlay for call in unit.gathered_calls)
+            full = full_flat(flat, what) if overlaid else flat.full
             for enclosing in unit.gathered_calls:  # these edits stay, also if an enclosing call undoes its own
                 if enclosing.backup:
-                    enclosing.backup[number].copy_(flat.shard)
+                    enclosing.backup[number].copy_(full)
             # Calls around copies have memory of their own, which they show and may write in turn.
-            if any(call.overlay for call in unit.gathered_calls):
-                full = full_flat(flat, what)
+            if overlaid:
                 for call in unit.gathered_calls:
                     for i, param in enumerate(call.unsharded_params[number] if call.here else ()):
                         param.copy_(flat.view(full, i))
