@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
+from tests.compat.harness import Pair, loss_of
+from tests.runtime.test_reshard import Keeps
 from tests.support.inside import runtime_of
 from tests.support.logs import captured_log
 from tests.support.marks import exhaustive
@@ -357,6 +359,36 @@ def test_a_rank_reads_alone_between_the_parts_of_a_training_forward(rank: int) -
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
     same(engine.state_dict(rank0_only=False), plain.state_dict())
+
+
+@pytest.mark.parametrize("keeps", [True, *exhaustive(False)])
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim")])
+@pytest.mark.parametrize("place", ["before backward", *exhaustive("between micro-batches")])
+@ranks(2)
+def test_a_lone_gathered_leaves_units_as_the_other_ranks_expect_them(
+    place: str, strategy: str, keeps: bool, rank: int
+) -> None:
+    """Unsharded for a backward or for the next micro-batch, or kept by this rank only."""
+    pair = Pair(lambda: Keeps(keeps and rank == 0), rank, 2, strategy=strategy, unit_bytes=300)
+
+    def run(model: nn.Module, x: torch.Tensor) -> None:
+        for micro_batch in range(2):
+            loss = loss_of(model(x + micro_batch))
+            if place == "between micro-batches":
+                loss.backward()
+            if micro_batch == 0:
+                if model is pair.model and rank == 0:
+                    with pair.engine.gathered():
+                        for p, q in zip(model.parameters(), pair.plain.parameters(), strict=True):
+                            same(p.detach(), q.detach())
+                            p.data.add_(1.0)  # undone at the end
+                dist.barrier()
+            if place == "before backward":
+                loss.backward()
+
+    pair.train(0)  # from now on the ranks know the order of units, and do not compare it
+    pair.train(1, 2, run=run)
+    assert pair.engine.statistics().lone_reads >= 2 or rank == 1
 
 
 @pytest.mark.parametrize("reader", [1, *exhaustive(0)])

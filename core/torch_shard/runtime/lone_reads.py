@@ -138,16 +138,20 @@ class LoneReads:
 
     def unshard(self, unit: Unit) -> None:
         """Unshard a unit for the running lone read."""
-        unit.wait()
-        idle = not (unit.running or unit.uses or unit.kept)
-        if idle and unit.state is State.FULL and unit.gathers and (unit.is_stale() or unit.outdated):
-            self._reshard(unit)
-            unit.outdated = True  # the other ranks have to gather it, too, when all compute with it the next time
+        self.reshard_outdated(unit)
         self._reshard_unneeded(besides=unit)
         if unit.state is State.SHARDED:
             unit.unshard_alone()
             self._units.append(unit)
         unit.wait()
+
+    def reshard_outdated(self, unit: Unit) -> None:
+        """Reshard a unit whose unsharded parameters lack the present values, before it is unsharded for the running read."""
+        unit.wait()
+        idle = not (unit.running or unit.uses or unit.kept)
+        if idle and unit.state is State.FULL and unit.gathers and (unit.is_stale() or unit.outdated):
+            self._reshard(unit)
+            unit.outdated = True  # the other ranks have to gather it, too, when all compute with it the next time
 
     def _reshard(self, unit: Unit) -> None:
         # Under `shard_optim`, too, where a current unit stays unsharded: the other ranks' units are not, so that all gather it.

@@ -198,7 +198,7 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
                 entry = GatheredUnit(unit, request, in_place=False, here=here, overlay=True)
             started.append(entry)
             if entry.in_place and not entry.shared:
-                entry.keep = _refill(runtime, unit)
+                _start(runtime, entry)
         for entry in started:
             _enter_unit(entry)
             entered.append(entry)
@@ -206,35 +206,39 @@ def _enter(runtime: Runtime, units: list[Unit], request: Request, entered: list[
         for entry in started[len(entered) :]:
             if entry.in_place and not entry.shared:
                 with contextlib.suppress(ShardError):  # the error that is on its way says more
-                    _release(runtime, entry)
+                    _release(entry)
         raise
 
 
-def _refill(runtime: Runtime, unit: Unit) -> bool:
-    """Start an unshard with the present values; return True if this rank needs the unit afterwards. Collective."""
-    keep = bool(unit.uses or unit.kept) and unit.state is not State.SHARDED
+def _start(runtime: Runtime, entry: GatheredUnit) -> None:
+    """Start an unshard in place with the present values. Collective, unless this rank reads alone."""
+    unit = entry.unit
+    if runtime.lone.running:
+        # The other ranks don't know of this read. Afterwards the unit must be in the state that they expect.
+        runtime.lone.reshard_outdated(unit)
+        if unit.state is State.SHARDED:
+            unit.unshard_alone()
+        else:
+            entry.keep, entry.refill, unit.refill = True, unit.refill, False
+        return
     if unit.state is not State.SHARDED:
+        # Ranks may keep different units, so no collective may depend on it. Other ranks may reshard this one, and unshard it
+        # anew; then this rank takes part.
+        entry.keep = entry.refill = bool(unit.uses or unit.kept)
         # The unit may have been unsharded before an edit of the shards, or be prefetched on some ranks only.
         unit.wait()
         unit.reshard()
-    if runtime.lone.running:
-        unit.unshard_alone()
-    else:
-        unit.unshard()
-    if not keep:
+    unit.unshard()
+    if not entry.keep:
         runtime.schedule.gathered.pop(unit.index, None)
-    return keep
 
 
-def _release(runtime: Runtime, entry: GatheredUnit) -> None:
-    """Reshard a unit that was unsharded in place, unless this rank needs it afterwards. Not collective."""
+def _release(entry: GatheredUnit) -> None:
+    """Reshard a unit that was unsharded in place, unless it stays unsharded on this rank. Not collective."""
     unit = entry.unit
     if entry.keep:
-        # Ranks may keep different units, so no collective may depend on it. Other ranks may have resharded this one, and
-        # unshard it anew; then this rank takes part.
         unit.wait()
-        unit.refill = True
-        runtime.schedule.gathered[unit.index] = unit
+        unit.refill = entry.refill
     else:
         unit.reshard()
 
@@ -248,8 +252,7 @@ def _enter_unit(entry: GatheredUnit) -> None:
                 flat.mirror()
             entry.unsharded_params = [flat.unsharded_params for flat in unit.flats]
             entry.buffers = [flat.full for flat in unit.flats]
-            # Where the parameters are views of the shards, or are kept for a backward, edits that are not written back must
-            # be undone.
+            # Where the parameters are views of the shards, or stay unsharded, edits that are not written back must be undone.
             if entry.keep or not unit.gathers:
                 with torch.inference_mode(False):
                     entry.backup = [full.clone() for full in entry.buffers]
@@ -373,7 +376,7 @@ def _leave(runtime: Runtime, entry: GatheredUnit) -> None:
     if entry.here:
         _uninstall(entry)
     if entry.in_place and unit.gathers:
-        _release(runtime, entry)
+        _release(entry)
 
 
 # -- engine.apply -----------------------------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ class GatheredUnit:
         here: True if this rank gets the values.
         shared: True if the enclosing ``gathered`` has the values already.
         overlay: True if the enclosing ``gathered`` gives all ranks the values, and copies of these take their place meanwhile.
-        keep: True if this rank needs the unit afterwards, for a backward.
+        keep: True if the unit stays unsharded on this rank.
+        refill: the unit's `refill` afterwards, if it stays unsharded.
         unsharded_params: the parameters in the modules, by flat buffer.
         buffers: the memory of these parameters, by flat buffer.
         covered: the former ``unsharded_params`` of each flat buffer.
@@ -63,6 +64,7 @@ class GatheredUnit:
     shared: bool = False
     overlay: bool = False
     keep: bool = False
+    refill: bool = False
     unsharded_params: list[list[nn.Parameter]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
     covered: list[list[nn.Parameter]] = field(default_factory=list)
