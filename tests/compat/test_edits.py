@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from tests.compat.modes import mixed
 from tests.compat.test_hooks import WHEN, _pair
 from tests.support.marks import exhaustive, seldom
 from tests.support.ranks import ranks
-from torch_shard.errors import ShardError
+from torch_shard.errors import ShardError, ShardPicklingError
 
 
 def _with_penalty(model, x):
@@ -228,3 +230,42 @@ def test_data_of_another_shape_assigned_in_forward_is_an_error(rank, world_size)
         pair.model(batch(rank, 0))
     pair.model[1].factor = pair.plain[1].factor = None
     pair.train(1)
+
+
+class HalvesItself(nn.Linear):
+    def forward(self, x):
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+@ranks(2)
+def test_a_copy_of_a_parameter_is_put_back_after_edits_that_leave_no_trace(rank, world_size):
+    pair = Pair(lambda: nn.Sequential(HalvesItself(5, 6), nn.Linear(6, 3)), rank, world_size, unit_bytes=100)
+    for model in (pair.model, pair.plain):
+        weight, bias = model[1].weight, model[1].bias
+        backups = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            model(batch(rank, 0))
+        for p in (weight, bias):
+            (p.to_local() if model is pair.model else p.data).add_(1)
+        for p, backup in zip(model.parameters(), backups, strict=True):
+            p.data = backup
+    pair.check()
+    pair.train(0, 1)
+
+
+@pytest.mark.parametrize("how", ["in a forward", "through to_local()"])
+@ranks(2)
+def test_a_copy_from_before_an_edit_that_leaves_no_trace_is_not_saved_with_the_values_of_now(rank, world_size, how):
+    pair = Pair(lambda: nn.Sequential(HalvesItself(5, 6), nn.Linear(6, 3)), rank, world_size, unit_bytes=100)
+    number = 0 if how == "in a forward" else 1
+    weight, expected = pair.model[number].weight, pair.plain[number].weight.detach().clone()
+    backup = weight.detach().clone()
+    if number:
+        weight.to_local()[: 1 - rank].add_(1)  # an element of one rank
+    else:
+        with torch.no_grad():
+            pair.model(batch(rank, 0))
+    with pytest.raises(ShardPicklingError):
+        torch.save(backup, io.BytesIO())
+    assert torch.equal(backup.full_tensor(), expected)

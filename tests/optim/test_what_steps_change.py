@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.compat.harness import MLP, Pair, batch, plain_backward, same_grads, whole
+from tests.compat.harness import MLP, Pair, average_grads, batch, plain_backward, same_grads, whole
 from tests.optim.helpers import Odd, backward_both, both, go, same_optimizers, trainable
 from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
@@ -48,6 +48,29 @@ class Sharpness(Declared):
                 if p.grad is not None:
                     p.copy_(self.state[p]["old"]).sub_(p.grad, alpha=group["lr"])
         return loss
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
+@ranks(2)
+def test_a_closure_can_put_back_by_data_what_the_step_has_perturbed_since_its_last_call(rank, world_size, strategy):
+    pair = Pair(MLP, rank, world_size, optimizer=lambda m: Sharpness(m.parameters()), strategy=strategy)
+    for step in range(3):
+        for model, optimizer in both(pair):
+            saved = []
+
+            def closure(model=model, saved=saved, step=step):
+                model.zero_grad()
+                if saved:
+                    for p, old in zip(model.parameters(), saved, strict=True):
+                        p.data = old
+                saved[:] = [p.detach().clone() for p in model.parameters()]
+                loss = plain_backward(model, batch(rank, step))
+                if model is pair.plain:
+                    average_grads(model)
+                return loss
+
+            optimizer.step(closure)
+        pair.check()
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])

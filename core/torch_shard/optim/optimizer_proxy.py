@@ -141,6 +141,8 @@ class Session:
         if self._groups is not None and not self._ended:
             self.backend.publish()
             self._groups = None
+            for runtime in self.backend.runtimes:
+                runtime.versions.note_part()
 
     def end(self) -> None:
         """End the step."""

@@ -124,17 +124,19 @@ class StepWatch:
         for held in runtimes:
             held.await_votes()
         refuse_offloaded(optimizer, runtimes, kind)
+        between = functools.partial(_between_changes, runtimes)
         if kind is None:
-            changed = self._step_on_shards(optimizer, args, kwargs, runtimes)
+            changed = _replaced(*self._step_on_shards(optimizer, args, kwargs, runtimes), between)
         else:  # a step on full matrices is refused on all ranks together
-            changed = self._step_on_proxy(optimizer, args, kwargs, runtimes, kind, function)
+            # The proxy's pause comes first, which still writes to the shards.
+            changed = self._step_on_proxy(optimizer, *_replaced(args, kwargs, between), runtimes, kind, function)
         for outer in reversed(list(steps_on_stack(frame))):
             if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.backend.runtimes):
                 outer._session.pause()
         for held in runtimes:
             held.served.add(optimizer)
             held.versions.begin_change()
-        return _replaced(*changed, functools.partial(_between_changes, runtimes))
+        return changed
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End a step that was called with `args`: the user's, or those that :meth:`before` has returned."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import NeedsGatherError
-from .changes import changing, has_values_of
+from .changes import changing, has_values_of, same_bits
 from .dispatch import alias
 from .spec import same_cut, shard_of_full
 from .tensor import ShardTensor
@@ -92,10 +92,18 @@ def set_data(param: ShardTensor, value: Any) -> None:
         )
     with torch.no_grad():
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
-        # What Module.to() has copied unchanged is no edit: one rank alone may call it.
-        if new is not local and not has_values_of(value, param):
-            with changing([param], [value]):
-                local.copy_(new)
+        if new is local:
+            return
+        if not has_values_of(value, param):
+            change = changing([param], [value])
+        elif same_bits(new, local):
+            return  # what Module.to() has copied unchanged is no edit: one rank alone may call it
+        else:
+            # The parameter was edited without a trace, in a forward's `.data` or in `to_local()`. Undoing that is not counted
+            # either, since the edit may show on some ranks only.
+            change = param._unit.runtime.versions.change(edits=True)  # type: ignore[union-attr]
+        with change:
+            local.copy_(new)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -62,22 +62,36 @@ def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.
 
 
 def has_values_of(value: Any, param: ShardTensor) -> bool:
-    """Return True if `value` is a copy of `param` of the same dtype, and neither has changed since then."""
+    """Return True if `value` is a copy of `param` of the same dtype, and no change of either was counted since then."""
     if not isinstance(value, ShardTensor) or (unit := param._unit) is None:
         return False
     origin = value._shard_state.copied_from
     same = origin is not None and origin.unit_ref() is unit and origin.name == param._spec.name
-    return same and _is_whole(param) and is_current_copy(value)
+    return same and _is_whole(param) and _has_present_version(value)
 
 
 def is_current_copy(value: ShardTensor) -> bool:
-    """Return True if `value` is a copy of a parameter of the same dtype, and neither has changed since then."""
+    """Return True if `value` is a copy of a parameter of the same dtype, and neither can have changed since then."""
+    if not _has_present_version(value):
+        return False
+    unit: Any = value._shard_state.copied_from.unit_ref()  # type: ignore[union-attr]
+    flat, index = unit.find(value)
+    # A change that was not counted may be one of another rank's elements.
+    return not unit.edited_untraced and same_bits(value._local, flat.params[index]._local)
+
+
+def _has_present_version(value: ShardTensor) -> bool:
     origin = value._shard_state.copied_from
     unit = None if origin is None else origin.unit_ref()
     if origin is None or unit is None or origin.copied != value._local._version:
         return False
     versions = unit.runtime.versions
     return bool((origin.version, origin.number) == (versions.present, versions.edits.number(origin.name)))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two shards of one parameter have equal elements, bitwise, so that a NaN equals itself."""
+    return torch.equal(a.detach().to(b.device).view(torch.uint8), b.detach().view(torch.uint8))
 
 
 @contextlib.contextmanager

@@ -42,6 +42,10 @@ class UnitPort(Protocol):
         """True if some of the unit's parameters are rounded stochastically."""
 
     @property
+    def edited_untraced(self) -> bool:
+        """True if the user may have edited values without a trace: in a shard's memory, or in ``.data`` within a forward."""
+
+    @property
     def installed(self) -> bool:
         """True if modules hold the unsharded parameters at this moment."""
 

@@ -447,6 +447,11 @@ class Unit:
                 for flat in edited:
                     flat.take_edits()
 
+    @property
+    def edited_untraced(self) -> bool:
+        """True if the user may have edited values without a trace: in a shard's memory, or in ``.data`` within a forward."""
+        return self.exposed or self._data_was_taken()
+
     def _data_was_taken(self) -> bool:
         return any([getattr(p, "data_taken", False) for flat in self.flats for p in flat.unsharded_params])  # noqa: C419 (hot)
 

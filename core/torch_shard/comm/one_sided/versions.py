@@ -66,7 +66,7 @@ class Versions:
         self._readers: set[object] = set()
         self._depth = 0  # running changes, of which the outermost counts
         self._edits_only = False  # the running change is noted in `edits`
-        self._dirty = False  # a change inside the running one has ended
+        self._dirty = False  # the running change has changed something already
         # Waits for ranks that may still come to read the present version.
         self.settle: Callable[[], None] = lambda: None
         self.line = "the start"
@@ -140,6 +140,10 @@ class Versions:
         with self._state:
             self._depth = 0
             self._state.notify_all()
+
+    def note_part(self) -> None:
+        """Note that the running change has changed something already, which :meth:`pause_change` counts."""
+        self._dirty = self._depth > 0
 
     def note_change(self) -> None:
         """Count a change that has been made, by an operation that all ranks take part in; end a running one."""
