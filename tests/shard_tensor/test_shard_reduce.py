@@ -1,14 +1,18 @@
 """Reductions of ShardTensors: one number, which is that of the full tensor on all ranks."""
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+import torch_shard
+from tests.support.bad_input_helpers import Net, small, step
 from tests.support.ranks import ranks
 from tests.support.shard_cases import REDUCTIONS
 from tests.support.shard_helpers import SHAPES, GroupComm, same, sharded, values
+from torch_shard.errors import NeedsGatherError
 
 
 @ranks(1, 2, exhaustive=(3,))
@@ -118,3 +122,43 @@ def test_the_check_for_non_finite_gradients_sees_all_ranks(rank, world_size):
             results.append(found.item())
         assert results == [float(bad is not None)] * 2
         same(shards["cube"], plain["cube"])
+
+
+@ranks(2)
+def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank, world_size):
+    model = Net()
+    engine = torch_shard.shard(model, **small)
+    weight = model.left.weight
+    with engine.no_sync():
+        step(model)
+    full = torch.zeros(weight.shape)
+    accumulated = torch.zeros_like(weight.grad)
+    assert accumulated.sum() == 0
+    accumulated.add_(weight.grad)
+    (halved,) = torch._foreach_mul([weight.grad], 0.5)
+    for read in (
+        lambda g: g.norm(),
+        lambda g: g.abs().max(),
+        lambda g: g.isnan().any(),
+        lambda g: g.clone().mean(),
+        lambda g: g.detach().std(),
+        lambda g: g.data.sum(),
+        lambda g: torch.equal(g, full),
+        lambda g: torch.allclose(full, g),
+        lambda g: g.full_tensor(),
+        lambda g: copy.deepcopy(g).full_tensor(),
+        lambda g: nn.utils.get_total_norm([g]),
+        lambda g: nn.utils.clip_grad_norm_([weight], 1.0),
+        lambda g: accumulated.sum(),
+        lambda g: halved.sum(),
+        lambda g: weight.data.sub_(g, alpha=0.1),
+        lambda g: setattr(weight, "data", g),
+    ):
+        with pytest.raises(NeedsGatherError, match=r"rank \d: .* of the gradient of left\.weight .*no_sync\(\)"):
+            read(weight.grad)
+    accumulated.zero_()
+    assert accumulated.sum() == 0
+    step(model)
+    same(weight.grad.norm(), weight.grad.full_tensor().norm())
+    accumulated.copy_(weight.grad).add_(1)
+    assert torch.equal(accumulated.full_tensor(), weight.grad.full_tensor() + 1)

@@ -10,7 +10,7 @@ import torch
 from ..errors import NeedsGatherError
 from .changes import changing, has_values_of, same_bits
 from .dispatch import alias
-from .spec import same_cut, shard_of_full
+from .spec import refuse_unreduced, same_cut, shard_of_full
 from .tensor import ShardTensor
 
 _T: Any = torch.Tensor
@@ -90,6 +90,7 @@ def set_data(param: ShardTensor, value: Any) -> None:
             f"{problem}. Assign the full tensor with shape, dtype and device unchanged; convert a model "
             "before shard(), or engine.close() it, convert, and shard again."
         )
+    refuse_unreduced(value, ".data = ")
     with torch.no_grad():
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
         if new is local:

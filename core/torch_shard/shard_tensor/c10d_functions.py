@@ -39,8 +39,6 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if name in _REFUSED.split():
         why = "gives each rank something else, of which it would keep a shard; use .full_tensor()"
         raise gather_error(sharded, name, why)
-    if any(t._shard_state.unreduced for t in sharded):
-        raise gather_error(sharded, name, "needs a gradient that is reduced: it is this rank's own")
     copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}")
     work = call.run(sharded, copies)
     if isinstance(work, dist.Work):

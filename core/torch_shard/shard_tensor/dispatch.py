@@ -8,14 +8,15 @@ pointwise, and ``_foreach_norm`` is a ``_foreach_`` operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .changes import changing, remember
 from .reductions import REDUCTIONS, foreach_norm, unscale_and_check
-from .spec import ShardSpec, broadcast_shard, gather_error, same_cut, shard_of_full
+from .spec import ShardSpec, broadcast_shard, gather_error, refuse_unreduced, same_cut, shard_of_full
+from .state import is_unreduced
 from .tensor import ShardTensor
 from .views import VIEWS, following, view
 
@@ -86,25 +87,29 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+    refuse_unreduced((args, kwargs), func)
     raise gather_error((args, kwargs), func)
 
 
-def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec:
+def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardSpec, bool]:
+    """Return the spec of all sharded operands, and True if the ranks hold shards of different tensors of one of them."""
     spec: ShardSpec | None = None
+    mixed = False
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, ShardTensor):
-            own = value._shard_state.spec
+            state = value._shard_state
+            own, mixed = state.spec, mixed or state.unreduced or state.mixed
             if spec is None:
                 spec = own
             elif own is not spec and not same_cut(spec, own):
                 raise gather_error((args, kwargs), func, "needs both cut alike, and they are not")
     if spec is None:
         raise gather_error((args, kwargs), func)
-    return spec
+    return spec, mixed
 
 
 def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    spec = _common_spec(func, args, kwargs)
+    spec, mixed = _common_spec(func, args, kwargs)
     if len(args) == 1 and name == "where":  # where(condition) gives indices
         raise gather_error((args, kwargs), func)
     target: Any = None
@@ -119,17 +124,36 @@ def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs:
     # The shards are 1-D, and the result's strides are those of the parameter, whatever was asked for.
     local_kwargs.pop("memory_format", None)
     if target is not None:
+        if mixed:
+            _mix(target, func, args[1:2] if base in _OVERWRITES else (*args, *kwargs.values()))
         with changing([target], args[1:2] if base == "copy" else ()):
             func(*local_args, **local_kwargs)
             _count_edit(target)
         return target
     result = func(*local_args, **local_kwargs)
     wrapped = ShardTensor._wrap(result, spec)
+    if mixed and not base.endswith("_like"):
+        wrapped._shard_state.mixed = True
     if name == "_to_copy":
         wrapped._shard_state.converted = True  # see ShardTensor.__tensor_flatten__
     if base in _CLONES and result.dtype == args[0]._shard_state.local.dtype:
         remember(wrapped, args[0])
     return wrapped
+
+
+_OVERWRITES = ("copy", "fill", "zero")  # in place, after which nothing is left of the earlier values
+
+
+def _mix(target: Any, func: Any, sources: Sequence[Any]) -> None:
+    """Note on `target`, which is about to be computed in place from `sources`, whether one of these differs between the ranks.
+
+    Raises:
+        NeedsGatherError: one does, and the target is a parameter, whose shards would be those of different tensors from now on.
+    """
+    state = target._shard_state
+    if state.unit_ref is not None:
+        refuse_unreduced(sources, func)
+    state.mixed = any(map(is_unreduced, sources))
 
 
 def _count_edit(target: ShardTensor) -> None:
@@ -165,6 +189,7 @@ def alias(source: Any) -> ShardTensor:
     result._shard_state.origin = source._shard_state.origin
     if source._unit_ref is None:
         result._shard_state.copied_from = source._shard_state.copied_from
+        result._shard_state.mixed = is_unreduced(source)
     return following(source, result)
 
 
@@ -216,21 +241,23 @@ def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
 # -- lists --------------------------------------------------------------------------------------------------------
 
 
-def _common_specs(func: Any, args: Any, kwargs: Any) -> list[ShardSpec | None]:
-    """Return the spec of each position of the lists among the arguments; None where all of them hold plain tensors."""
+def _common_specs(func: Any, args: Any, kwargs: Any) -> tuple[list[ShardSpec | None], list[bool]]:
+    """Return for each position of the lists among the arguments what :func:`_common_spec` does; None for plain tensors."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
     specs: list[ShardSpec | None] = [None] * next(map(len, lists), 0)
+    mixed = [False] * len(specs)
     for value in lists:
         if len(value) != len(specs):
             raise RuntimeError(f"{func} needs lists of equal length, got {len(specs)} and {len(value)}")
         for i, item in enumerate(value):
             if isinstance(item, ShardTensor):
                 known = specs[i]
+                mixed[i] = mixed[i] or is_unreduced(item)
                 if known is None:
                     specs[i] = item._spec
                 elif not same_cut(known, item._spec):
                     raise gather_error((args, kwargs), func, "needs both cut alike, and they are not")
-    return specs
+    return specs, mixed
 
 
 def _lists(func: Any, args: Any, kwargs: Any) -> Any:
@@ -239,7 +266,7 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
     fused, in_place = name.startswith("_fused"), name.endswith("_")
     if fused and not in_place:
         raise gather_error((args, kwargs), func)
-    specs = _common_specs(func, args, kwargs)
+    specs, mixed = _common_specs(func, args, kwargs)
     if in_place and any(
         spec is not None and not isinstance(t, ShardTensor) for spec, t in zip(specs, args[0], strict=True)
     ):
@@ -256,6 +283,12 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
             raise gather_error((args, kwargs), func)
         return value  # a number, or one 0-dim tensor for the whole list
 
+    if in_place and True in mixed:
+        overwrites = name in ("_foreach_copy_", "_foreach_zero_")
+        for i, t in enumerate(args[0]):
+            if mixed[i]:
+                lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+                _mix(t, func, [value[i] for value in (lists[1:] if overwrites else lists)])
     with changing(args[0] if in_place else (), args[1] if name == "_foreach_copy_" else ()):
         result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
         if in_place:
@@ -264,7 +297,11 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
                     _count_edit(t)
     if in_place or result is None:
         return args[0] if result is not None else None
-    return [t if spec is None else ShardTensor._wrap(t, spec) for t, spec in zip(result, specs, strict=True)]
+    wrapped = [t if spec is None else ShardTensor._wrap(t, spec) for t, spec in zip(result, specs, strict=True)]
+    for t, differs in zip(wrapped, mixed, strict=True):
+        if differs:
+            t._shard_state.mixed = True
+    return wrapped
 
 
 _HANDLERS: dict[str, Callable[[Any, Any, Any], Any]] = {

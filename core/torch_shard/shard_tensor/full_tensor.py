@@ -19,7 +19,7 @@ from ..layout.flat_layout import FlatLayout, ParamMeta, aligned
 from ..layout.tensor_part import dense_stride
 from ..utils.pytree import storage_of, tensors_in
 from .function_call import FunctionCall
-from .spec import ShardSpec, boxes_in, gather_error
+from .spec import ShardSpec, boxes_in, gather_error, refuse_unreduced
 from .tensor import ShardTensor
 from .views import stands_alone
 
@@ -36,7 +36,9 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
 
     Raises:
         DivergenceError: another rank gathers something else; found on the CPU only.
+        NeedsGatherError: a tensor is a gradient whose reduction ``no_sync()`` defers.
     """
+    refuse_unreduced(tensors, what)
     results: list[Any] = [None] * len(tensors)
     groups: dict[Any, list[int]] = {}
     with torch.no_grad():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.streams import current_streams
-from .spec import ShardSpec, gather_error, same_cut, shard_of_full
+from .spec import ShardSpec, gather_error, refuse_unreduced, same_cut, shard_of_full
 from .tensor import ShardTensor
 
 
@@ -67,6 +67,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _one(func: Any, args: Any, kwargs: Any) -> tuple[ShardSpec, torch.Tensor, dict[str, Any]]:
     """Return spec, local shard and named arguments of a reduction over all dimensions; raise for any other."""
+    refuse_unreduced(args, func)
     named = _arguments(func, args, kwargs)
     source = args[0] if args else None
     if (
@@ -128,6 +129,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
     spec, local = args[0]._spec, args[0]._local
     if spec.numel != 1:
         return _plain(func, spec, local, (), {})  # raises what plain torch raises
+    refuse_unreduced(args, func)
     # One rank has the value of a one-element parameter, which is its sum.
     return _total(local.sum(), spec, func).to(local.dtype).item()
 
@@ -136,6 +138,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     pair = args[:2]
     if pair[0].shape != pair[1].shape:
         return False
+    refuse_unreduced(pair, func)
     specs = [t._spec for t in pair if isinstance(t, ShardTensor)]
     if not same_cut(specs[0], specs[-1]):
         raise gather_error(pair, func, "needs both cut alike, and they are not")
@@ -181,6 +184,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def foreach_norm(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the norm of each tensor of a list, 0-dim. Collective, with one message for the list."""
+    refuse_unreduced(args, func)
     named = _arguments(func, args, kwargs)
     tensors, order, dtype = named["self"], float(named.get("ord", 2)), named.get("dtype")
     results: list[Any] = [None] * len(tensors)

@@ -15,7 +15,7 @@ from ..layout.dtensor_placement import is_dtensor, part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 from ..utils.pytree import tensors_in
-from .state import STATE
+from .state import STATE, is_unreduced
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,24 @@ def gather_error(operands: Any, what: Any, why: str = "needs the full parameter"
     )
     step = specs[0].comm.unknown_step if specs else None
     return NeedsGatherError(message if step is None else step.refuse(message))
+
+
+def refuse_unreduced(operands: Any, what: Any) -> None:
+    """Raise if a function needs all elements of a gradient whose reduction ``no_sync()`` defers, or of a result of one.
+
+    Each rank holds a shard of a gradient of its own, so that the shards together are no tensor.
+
+    Raises:
+        NeedsGatherError: one of the operands, which may be nested, is such a tensor.
+    """
+    for t in tensors_in(operands):
+        if is_unreduced(t):
+            spec: ShardSpec = getattr(t, STATE).spec
+            raise NeedsGatherError(
+                f"rank {spec.world_rank}: {getattr(what, '_opname', what)} of the gradient of {spec.name} needs all of it, "
+                "but each rank holds a shard of a gradient of its own, because the last backward ran under engine.no_sync(). "
+                "Read gradients after the backward that reduces."
+            )
 
 
 def same_cut(a: ShardSpec, b: ShardSpec) -> bool:

@@ -35,6 +35,7 @@ class ShardState:
         converted: the tensor is a parameter, converted to another dtype or device.
         copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
+        mixed: the tensor was computed from such gradients, so that the ranks hold shards of different tensors.
         outdated: an optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient without the part that was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
@@ -48,6 +49,7 @@ class ShardState:
     converted = False
     copied_from: Origin | None = None
     unreduced = False
+    mixed = False
     outdated: tuple[str, int] | None = None
     lost = False
     waits_for: PendingWrites | None = None
@@ -104,7 +106,8 @@ class ShardState:
         """Copy the marks of `other`, the state of the gradient or result of which this tensor is a copy."""
         self.origin = None if other.origin is None else other.origin.forgotten
         self.converted = other.converted
-        self.unreduced, self.outdated, self.lost = other.unreduced, other.outdated, other.lost
+        self.unreduced, self.mixed = other.unreduced, other.mixed
+        self.outdated, self.lost = other.outdated, other.lost
 
 
 def has_user_attributes(param: torch.Tensor) -> bool:
@@ -113,6 +116,6 @@ def has_user_attributes(param: torch.Tensor) -> bool:
 
 
 def is_unreduced(grad: torch.Tensor | None) -> bool:
-    """Return True if `grad` is a sharded parameter's gradient that is this rank's own, not reduced yet."""
+    """Return True if `grad` is a sharded parameter's gradient that is this rank's own, not reduced yet, or a result of one."""
     state: ShardState | None = getattr(grad, STATE, None)
-    return state is not None and state.unreduced
+    return state is not None and (state.unreduced or state.mixed)

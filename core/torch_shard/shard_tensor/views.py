@@ -15,7 +15,8 @@ import torch
 
 from ..errors import LayoutError
 from .host_memory import pending_writes_of
-from .spec import ShardSpec, gather_error
+from .spec import ShardSpec, gather_error, refuse_unreduced
+from .state import is_unreduced
 from .tensor import ShardTensor
 
 _NAMES = """
@@ -42,7 +43,7 @@ def stands_alone(tensor: Any) -> bool:
     declared, rather than work on full copies on every rank.
     """
     state = tensor._shard_state
-    if state.unit_ref is not None or state.origin is not None or state.unreduced:
+    if state.unit_ref is not None or state.origin is not None or is_unreduced(tensor):
         return False
     if torch.is_grad_enabled():
         with torch._C.DisableTorchFunctionSubclass():
@@ -84,7 +85,10 @@ def _over(source: Any, like: torch.Tensor, found: torch.Tensor, func: Any) -> Sh
     spec, local = source._spec, source._local
     start = found.storage_offset()
     if found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype and not start:
-        return following(source, ShardTensor._wrap(local, spec, source._unit_ref))
+        same = ShardTensor._wrap(local, spec, source._unit_ref)
+        same._shard_state.mixed = is_unreduced(source)
+        return following(source, same)
+    refuse_unreduced(source, func)
     known = found.dtype == like.dtype and func._opname != "as_strided" and spec.part is None
     if not known or not stands_alone(source):
         raise gather_error(spec, func)
