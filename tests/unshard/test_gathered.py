@@ -158,6 +158,22 @@ def test_assigned_data_is_written_back(rank: int) -> None:
     torch.testing.assert_close(model(batch(rank)), plain(batch(rank)))
 
 
+@pytest.mark.parametrize("strategy", FULL_SHARD)
+@ranks(2)
+def test_a_sharded_average_assigned_to_data_is_gathered_and_written_back(strategy: str) -> None:
+    _, model, engine = sharded(strategy=strategy)
+    params = list(model.parameters())
+    averages, backups = [p.detach().clone() * 2 + 1 for p in params], [p.detach().clone() for p in params]
+    before = full(model, engine)
+    for sources, factor, term in ((averages, 2, 1), (backups, 1, 0)):
+        with engine.gathered(write=True):
+            for p, source in zip(params, sources, strict=True):
+                p.data = source
+            assert all(torch.equal(p, before[name] * factor + term) for name, p in model.named_parameters())
+        after = full(model, engine)
+        assert all(torch.equal(after[name], before[name] * factor + term) for name, _ in model.named_parameters())
+
+
 @ranks(2)
 def test_data_on_another_device_is_refused_and_changes_nothing() -> None:
     """Assigned to the sharded parameter, which an optimizer holds, say, while the module has the full one."""

@@ -67,7 +67,7 @@ def get_data(param: ShardTensor) -> Any:
 def set_data(param: ShardTensor, value: Any) -> None:
     """Carry out ``param.data = value``: copy the shard of a full plain tensor, or of an equally cut ShardTensor.
 
-    Not collective.
+    Not collective, except for a ShardTensor inside ``engine.gathered``, of which the unsharded parameter needs all.
 
     Raises:
         NeedsGatherError: `value` has another shape, dtype, device or cut.
@@ -92,6 +92,9 @@ def set_data(param: ShardTensor, value: Any) -> None:
         )
     refuse_unreduced(value, ".data = ")
     with torch.no_grad():
+        if unsharded is not None:  # the shard gets its values at the end of ``gathered``
+            unsharded.data.copy_(value)
+            return
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
         if new is local:
             return
