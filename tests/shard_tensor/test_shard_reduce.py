@@ -73,6 +73,19 @@ def test_equal_and_allclose_agree_on_all_ranks(rank, world_size):
     assert (a["cube"] == b["cube"]).all() and not (a["cube"] != b["cube"]).any()
 
 
+@ranks(2)
+def test_allclose_broadcasts_as_plain_torch_does(rank, world_size):
+    plain = torch.zeros(4, 6)
+    ours = sharded({"zeros": plain}, rank, world_size)["zeros"]
+    last = torch.zeros(6)
+    last[-1] = 1  # seen by the last rank, too, which has the last row
+    for other in (torch.tensor(0.0), torch.tensor(1.0), torch.zeros(6), torch.zeros(4, 1), last, torch.zeros(2, 4, 6)):
+        assert torch.allclose(ours, other) == torch.allclose(other, ours) == torch.allclose(plain, other)
+    with pytest.raises(RuntimeError, match="broadcast"):
+        torch.allclose(ours, torch.zeros(5))
+    assert not torch.equal(ours, torch.tensor(0.0))
+
+
 @ranks(2, 3)
 def test_foreach_norm_is_one_collective_and_right(rank, world_size):
     comm = GroupComm(world_size, rank)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..comm.streams import current_streams
-from .spec import ShardSpec, gather_error, refuse_unreduced, same_cut, shard_of_full
+from .spec import ShardSpec, broadcast_shard, gather_error, refuse_unreduced, same_cut
 from .tensor import ShardTensor
 
 
@@ -136,14 +136,14 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     pair = args[:2]
-    if pair[0].shape != pair[1].shape:
+    if func._opname == "equal" and pair[0].shape != pair[1].shape:
         return False
     refuse_unreduced(pair, func)
     specs = [t._spec for t in pair if isinstance(t, ShardTensor)]
     if not same_cut(specs[0], specs[-1]):
         raise gather_error(pair, func, "needs both cut alike, and they are not")
     spec = specs[0]
-    shards = [t._local if isinstance(t, ShardTensor) else shard_of_full(t, spec) for t in pair]
+    shards = [t._local if isinstance(t, ShardTensor) else broadcast_shard(t, spec, str(func)) for t in pair]
     same = torch.tensor(func(*shards, *args[2:], **kwargs), device=shards[0].device)
     return bool(_extreme_of(same, False, spec, func)) if spec.numel else True
 
