@@ -86,6 +86,18 @@ def test_allclose_broadcasts_as_plain_torch_does(rank, world_size):
     assert not torch.equal(ours, torch.tensor(0.0))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@ranks(2)
+def test_the_larger_and_the_smaller_of_two_tensors_are_elementwise_in_every_mode(rank, world_size, mode):
+    plain, other = values(), values(seed=5)
+    shards, others = sharded(plain, rank, world_size), sharded(other, rank, world_size)
+    with mode():
+        for name in ("matrix", "scalar", "cube", "none"):
+            for function in (torch.max, torch.min, torch.maximum):
+                same(function(shards[name], others[name]), function(plain[name], other[name]))
+                same(function(shards[name], other[name]), function(plain[name], other[name]))
+
+
 @ranks(2, 3)
 def test_foreach_norm_is_one_collective_and_right(rank, world_size):
     comm = GroupComm(world_size, rank)

@@ -79,14 +79,14 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         if base in ELEMENTWISE:
             return _elementwise(func, name, base, args, kwargs)
-        handler = _HANDLERS.get(base)
-        if handler is not None:
-            return handler(func, args, kwargs)
         if torch.is_inference_mode_enabled():
-            # In inference mode composite functions (`to`, `view_as`) arrive here undecomposed.
+            # In inference mode composite functions (`to`, `view_as`, `max` of two tensors) arrive here undecomposed.
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        handler = _HANDLERS.get(base)
+        if handler is not None:
+            return handler(func, args, kwargs)
     refuse_unreduced((args, kwargs), func)
     raise gather_error((args, kwargs), func)
 
