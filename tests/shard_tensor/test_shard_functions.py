@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import torch_shard
+from tests.support.inside import runtime_of
 from tests.support.ranks import ranks
 from tests.support.shard_cases import GATHERED, REDUCTIONS, UNARY, VIEWED
 from tests.support.shard_helpers import same
@@ -115,6 +117,40 @@ def test_reading_metadata_asks_nobody(rank):
         assert torch.ones(35).view_as(x).expand_as(p).reshape_as(p).shape == (5, 7)
     assert engine.statistics().peak_gathered == 0
     same(p.detach(), w.detach())
+
+
+class Converting(nn.Module):
+    """Converts its input to what another unit's weight is, in each way that torch has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x):
+        weight, y = self.second.weight, x.double()
+        self.found = [
+            y.to(weight),
+            y.to(tensor=weight),
+            y.to(weight, non_blocking=True, copy=True),
+            y.to(weight, True, True),
+            y.type_as(weight),
+            y.type_as(other=weight),
+        ]
+        self.asked = weight.device, weight.dtype
+        return x
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@ranks(2)
+def test_what_is_converted_to_an_offloaded_weight_stays_where_the_model_computes(rank, dtype):
+    model = Converting()
+    config = {} if dtype is None else {"precision": torch_shard.Precision(dtype)}
+    engine = torch_shard.shard(model, units=[nn.Linear], offload=torch_shard.Offload(), **config)
+    elsewhere = torch.device("meta")  # in place of a GPU
+    with mock.patch.object(runtime_of(engine).host, "device", elsewhere):
+        model(torch.ones(2, 7))
+    assert model.asked == (elsewhere, dtype or torch.float32)
+    assert {(t.device, t.dtype) for t in model.found} == {model.asked}
 
 
 @ranks(2)

@@ -109,10 +109,11 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if name in FORMS and args:
         if not isinstance(args[0], ShardTensor):
-            other = args[1] if name not in SHAPED_LIKE and len(args) > 1 else None
-            dtype = computed_in(other) if isinstance(other, ShardTensor) else None
-            if dtype is not None:
-                return args[0].to(args[1].device, dtype, *args[2:], **kwargs)
+            other = args[1] if len(args) > 1 else kwargs.get("tensor", kwargs.get("other"))
+            if name not in SHAPED_LIKE and isinstance(other, ShardTensor):
+                # torch itself would read the shards' own device and dtype, not those that the parameter shows.
+                options = {key: value for key, value in kwargs.items() if value is not other}
+                return args[0].to(other.device, other.dtype, *args[2:], **options)
             with _NoTorchFunction():
                 return func(*args, **kwargs)
         if name in SHAPED_LIKE and len(args) == 2 and args[0]._unit_ref is None:
