@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -444,8 +445,11 @@ def load_by_number(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
         for key, value in given["state"].get(number, {}).items():
             live = optimizer.state.get(p, {}).get(key)
             if not isinstance(value, torch.Tensor) or isinstance(live, torch.Tensor) and live.dtype != value.dtype:
-                moved = map_tensors(value, lambda t, at=p.device: t if t.device == at else t.to(at))
-                optimizer.state[p][key] = moved
+                optimizer.state[p][key] = map_tensors(value, partial(_moved, p.device))
+
+
+def _moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def mismatches(
