@@ -391,6 +391,33 @@ def test_a_lone_gathered_leaves_units_as_the_other_ranks_expect_them(
     assert pair.engine.statistics().lone_reads >= 2 or rank == 1
 
 
+SOME_READS = {**READS, **{name: read for name, (read, _) in SHARDED_ONLY.items()}}
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["a norm", "a forward", "gathered", *exhaustive(*sorted({*SOME_READS} - {"a norm", "a forward", "gathered"}))],
+)
+@ranks(2, exhaustive=(3,))
+def test_a_rank_reads_alone_on_both_sides_of_a_backward(rank: int, read: str) -> None:
+    sharded, engine, plain = made(timeout=10)
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.1) for model in (sharded, plain)}
+    for _ in range(2):
+        losses = {model: model.train()(TOKENS).square().mean() for model in optimizers}
+        for after in (False, True):
+            if rank == 0:
+                found = SOME_READS[read](sharded, engine)
+                same(found, READS[read](plain, engine) if read in READS else SHARDED_ONLY[read][1](plain))
+            dist.barrier()
+            for model, optimizer in optimizers.items():
+                if after:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    losses[model].backward()
+    same(engine.state_dict(rank0_only=False), plain.state_dict())
+
+
 @pytest.mark.parametrize("reader", [1, *exhaustive(0)])
 @ranks(2)
 def test_a_lone_backward_is_an_error_on_the_rank_that_calls_it(rank: int, reader: int) -> None:

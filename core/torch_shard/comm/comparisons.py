@@ -195,6 +195,22 @@ class Comparisons:
             then(True)
             return True
 
+    def finish_for(self, purpose: Purpose, alone_after: float, seconds: float) -> bool:
+        """End the comparison that :meth:`begin` has begun, before one for which this rank comes with `purpose`.
+
+        A partner does not know that the former has to be repeated, because a rank had read alone, until it looks at the result,
+        and it may do something else before that. So a rank that reads does not wait for it; all compare once more later.
+
+        Returns:
+            False if this rank reads alone, while that comparison is still under way.
+        """
+        if self._unfinished is not None and purpose is not Purpose.WORKS and self.service is not None:
+            pending, _ = self._unfinished
+            if not self._come(pending, purpose, alone_after, seconds):
+                return False
+        self.finish()
+        return True
+
     def _end_left(self, what: str) -> None:
         """Wait for the all-reduce that this rank has left, since it is back for `what`."""
         assert self._left is not None

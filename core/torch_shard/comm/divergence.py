@@ -183,7 +183,8 @@ class OperationSequence:
     def _compare(self, meeting: _Meeting) -> torch.Tensor | None:
         """Return the message of all ranks; None if this rank, which came to read, reads alone."""
         comparisons, watchdog = self._comparisons, self.collectives.watchdog
-        comparisons.finish()
+        if not comparisons.finish_for(meeting.purpose, meeting.alone_after, watchdog.timeout):
+            return None
         while True:
             message, flags = meeting.message()
             if not comparisons.all_reduce(watchdog, message, flags, meeting.what, meeting.purpose, meeting.alone_after):

@@ -176,10 +176,11 @@ class Forwards:
         """
         if outputs is None:
             explain(self.runtime, sys.exc_info()[1], PHASES[self.runtime.phase()])
+        alone = self.runtime.lone.running
         if self._roots:
             self._roots.pop()
         self._finished()
-        if outputs is not None and not self._roots and graph_task() == -1:
+        if outputs is not None and not self._roots and graph_task() == -1 and not alone:
             if self.runtime.replicates and torch.is_grad_enabled():
                 self.runtime.backwards.watch_model(tensors_in(outputs))
             # Before the user's code waits for other ranks, or for the device. In a step that repeats, all have come long ago.

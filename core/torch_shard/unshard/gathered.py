@@ -56,7 +56,8 @@ def gathered(
         units = units_of(runtime, target)
         request = Request(bool(write), _ranks(c, ranks), _device(c, device), bool(grads))
         _check(runtime, units, request)
-        runtime.await_votes()
+        if request.grads:
+            runtime.await_votes()
         held = [(u.name, [[g is not None for g in local_grads(f)] for f in u.flats if grads]) for u in units]
     except Exception as problem:  # the other ranks must hear of it
         error = problem
