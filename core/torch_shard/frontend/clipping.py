@@ -48,9 +48,9 @@ def clip_norm(
     own = {id(p) for engine in found for unit in engine.units for flat in unit.flats for p in flat.params}
     if found and any(p.grad is not None and id(p) not in own for p in parameters):
         raise ConfigError(
-            "clipping by norm: parameters of several sharded models, with others that are not sharded (left out by ignore, or of "
-            "a model that is not prepared). Their gradients differ between the ranks, which would scale the shards of one "
-            "parameter by different factors; clip each model on its own."
+            "clipping by norm: parameters of several sharded models, with others that are not sharded (left out by "
+            "ShardConfig.ignore or ShardPlugin.ignore, or of a model that is not prepared). Their gradients differ between the "
+            "ranks, which would scale the shards of one parameter by different factors; clip each model on its own."
         )
     _refuse_unreduced(found, parameters)
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
