@@ -19,11 +19,11 @@ from torch_shard.errors import TraceError
 from torch_shard.plan.step_trace import (
     KINDS,
     Allocation,
-    FirstUse,
     Free,
     GradientAccumulated,
     ModuleEnter,
     ModuleExit,
+    Operator,
     PhaseStart,
     StepTrace,
 )
@@ -244,6 +244,12 @@ def of(trace: StepTrace, kind: type):
     return [event for event in trace.events if isinstance(event, kind)]
 
 
+def readers(trace: StepTrace, parameter: str) -> list[Operator]:
+    """Return the operators that take a parameter."""
+    own = next(e.storage for e in of(trace, Allocation) if (e.kind, e.name) == ("parameter", parameter))
+    return [operator for operator in of(trace, Operator) if own in operator.inputs]
+
+
 def test_kinds_are_what_the_step_holds_at_its_peak_and_after_it():
     model = mlp()
     trace = trace_step(model, accumulating)
@@ -307,9 +313,9 @@ def test_recomputation_is_seen_as_such(reentrant):
     forward = sum(o.flops for o in plain.operators if o.phase == "forward" and (o.module or "").startswith("blocks"))
     # The last product of a block is not needed for its backward, which a checkpoint that isn't reentrant notices.
     assert forward / 2 < sum(o.flops for o in recomputed) <= forward
-    first = {e.parameter for e in of(trace, FirstUse) if e.phase == "backward"}
-    assert "blocks.0.qkv.bias" in first  # only recomputation reads it
-    assert "blocks.0.qkv.bias" not in {e.parameter for e in of(plain, FirstUse) if e.phase == "backward"}
+    bias = "blocks.0.qkv.bias"  # in backward only recomputation reads it
+    assert {o.recompute for o in readers(trace, bias) if o.phase == "backward"} == {True}
+    assert {o.phase for o in readers(plain, bias)} == {"forward"}
 
 
 def test_floating_point_operations_are_those_of_torchs_counter():
@@ -327,7 +333,7 @@ def test_the_bytes_of_an_operator_are_those_of_its_tensors():
     product = next(o for o in trace.operators if o.name == "aten.mm.default")
     assert (product.read, product.written) == (4 * (16 * 64 + 64 * 32), 4 * 16 * 32)
     assert (product.dtype, product.module, product.phase) == (torch.float32, "", "forward")
-    assert [e.parameter for e in of(trace, FirstUse)] == ["weight"]
+    assert readers(trace, "weight") == [product]
 
 
 def test_a_meta_model_gives_the_same_trace_as_a_real_one():
@@ -498,8 +504,11 @@ def test_a_step_for_cuda_runs_what_cuda_runs():
     assert (most["parameter"], most["gradient"], most["optimizer state"]) == (nbytes, nbytes, 2 * nbytes)
     # On the host are the tokens until they are copied, and the optimizer's counters.
     assert trace.peak("cpu").total == pytest.approx(4 * 32 * 8, abs=4 * len(list(model.parameters())))
-    casts = [e.nbytes for e in of(trace, Allocation) if (e.kind, e.name) == ("activation", "blocks.0.qkv.weight")]
-    assert casts == [64 * 192 * 2]
+    made = {e.storage: e for e in of(trace, Allocation)}
+    casts = [o for o in readers(trace, "blocks.0.qkv.weight") if o.name == "aten._to_copy.default"]
+    # What the forward casts ends with it; recomputation casts again.
+    copies = [(cast.recompute, made[n].kind, made[n].nbytes) for cast in casts for n in cast.outputs]
+    assert copies == [(False, "temporary", 64 * 192 * 2), (True, "activation", 64 * 192 * 2)]
 
 
 def test_memory_that_kernels_take_for_themselves_counts_while_they_run():

@@ -38,7 +38,6 @@ from .operator_costs import (
 from .step_trace import (
     Allocation,
     Event,
-    FirstUse,
     GradientAccumulated,
     GradientsCleared,
     Kind,
@@ -87,7 +86,6 @@ class Recorder(TorchDispatchMode):
         self._stepping = 0
         self._handles: list[Any] = []
         self._tasks: list[int] = []  # autograd's graph tasks that run, the innermost last
-        self._used: set[str] = set()
         self._arrived: dict[str, int] = {}
         self._inputs = WeakIdKeyDictionary()  # the fakes of real tensors from outside the step, while these live
         self.failure: Failure | None = None
@@ -115,7 +113,6 @@ class Recorder(TorchDispatchMode):
         self._calls.clear()
         self._segments[:] = [Segment("between", False)]
         self._forward_open = False
-        self._used.clear()
         self.storages.restart()
         self._events.append(PhaseStart("between"))
 
@@ -193,7 +190,6 @@ class Recorder(TorchDispatchMode):
         if (now.phase, now.recompute) != (phase, recompute):
             now.end = len(self._events)
             if now.phase != phase:
-                self._used.clear()
                 self._calls.leave_backward()
                 self._events.append(PhaseStart(phase))
             now = Segment(phase, recompute)
@@ -411,17 +407,9 @@ class Recorder(TorchDispatchMode):
             self._calls.follow_backward()
         reads = [t for t in taken if not (id(t) in changed and overwrites(func))]
         inputs = {self.storages.of(t): None for t in taken}
-        if segment.phase in ("forward", "backward"):
-            for record in inputs:
-                if record.kind == "parameter" and record.name not in self._used:
-                    self._used.add(record.name)
-                    self._events.append(FirstUse(record.name, segment.phase))
         writes = [*fresh, *(t for t in taken if id(t) in changed)]
         place = self._place(asked, inputs, segment)
         outputs = {self.storages.of(t, place): None for t in writes}
-        if func is _aten._to_copy.default and len(inputs) == len(outputs) == 1:
-            (source,), (copy,) = inputs, outputs
-            copy.name = source.name if source.kind == "parameter" else ""
         self._events.append(
             Operator(
                 str(func),

@@ -47,8 +47,8 @@ class Allocation:
         nbytes: its bytes, as asked of the allocator: allocators of devices round them up.
         device: the type of its device, such as ``"cpu"``.
         kind: what it holds.
-        name: the full name of the parameter or buffer; of the parameter for a gradient, and for a copy of a parameter in
-            another dtype, which autocast makes; of the unit for shards, ``gathered`` and ``reduction``. Empty for the rest.
+        name: the full name of the parameter or buffer; of the parameter for a gradient; of the unit for shards, ``gathered`` and
+            ``reduction``. Empty for the rest.
         stream: the stream that it is allocated on, where the device has streams.
     """
 
@@ -140,21 +140,6 @@ class ModuleExit:
     call: int
     backward: bool
     recompute: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FirstUse:
-    """A parameter is about to be read for the first time in a forward or a backward; views of it are not read.
-
-    Recomputation belongs to the backward in which it runs.
-
-    Attributes:
-        parameter: the full name.
-        phase: ``"forward"`` or ``"backward"``.
-    """
-
-    parameter: str
-    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +245,6 @@ Event: TypeAlias = (
     | Operator
     | ModuleEnter
     | ModuleExit
-    | FirstUse
     | GradientAccumulated
     | GradientsCleared
     | NestedBackward
