@@ -297,7 +297,7 @@ def test_modules_begin_and_end_in_the_order_of_a_real_step():
         "blocks.0.mlp", "blocks.0.proj", "blocks.0.qkv", "blocks.0.norm"
     ]  # fmt: skip
     assert backwards[-1] == "tokens"
-    modules = [(o.name, o.module) for o in trace.operators if o.phase == "backward" and "layer_norm" in o.name]
+    modules = [(o.name, o.module) for o in of(trace, Operator) if o.phase == "backward" and "layer_norm" in o.name]
     assert [m for _, m in modules] == ["blocks.0.mlp.0", "blocks.0.norm"]
 
 
@@ -306,11 +306,13 @@ def test_recomputation_is_seen_as_such(reentrant):
     trace = trace_step(Gpt(2, reentrant=reentrant), language)
     again = [e.module for e in of(trace, ModuleEnter) if e.recompute and e.module.count(".") == 1]
     assert again == ["blocks.1", "blocks.0"]
-    recomputed = [o for o in trace.operators if o.recompute]
+    recomputed = [o for o in of(trace, Operator) if o.recompute]
     assert {o.phase for o in recomputed} == {"backward"}
     assert all(o.module is not None and o.module.startswith("blocks.") for o in recomputed)
     plain = trace_step(Gpt(2), language)
-    forward = sum(o.flops for o in plain.operators if o.phase == "forward" and (o.module or "").startswith("blocks"))
+    forward = sum(
+        o.flops for o in of(plain, Operator) if o.phase == "forward" and (o.module or "").startswith("blocks")
+    )
     # The last product of a block is not needed for its backward, which a checkpoint that isn't reentrant notices.
     assert forward / 2 < sum(o.flops for o in recomputed) <= forward
     bias = "blocks.0.qkv.bias"  # in backward only recomputation reads it
@@ -323,14 +325,14 @@ def test_floating_point_operations_are_those_of_torchs_counter():
     with FlopCounterMode(display=False) as counter:
         language(model)
     trace = trace_step(model, language)
-    attention = sum(o.flops for o in trace.operators if "attention" in o.name)
+    attention = sum(o.flops for o in of(trace, Operator) if "attention" in o.name)
     assert attention > 0  # the counter has no formula for the CPU's kernel
-    assert trace.flops - attention == counter.get_total_flops()
+    assert sum(o.flops for o in of(trace, Operator)) - attention == counter.get_total_flops()
 
 
 def test_the_bytes_of_an_operator_are_those_of_its_tensors():
     trace = trace_step(nn.Linear(64, 32, bias=False), backward(16, 64))
-    product = next(o for o in trace.operators if o.name == "aten.mm.default")
+    product = next(o for o in of(trace, Operator) if o.name == "aten.mm.default")
     assert (product.read, product.written) == (4 * (16 * 64 + 64 * 32), 4 * 16 * 32)
     assert (product.dtype, product.module, product.phase) == (torch.float32, "", "forward")
     assert readers(trace, "weight") == [product]
@@ -495,7 +497,7 @@ def test_a_step_for_cuda_runs_what_cuda_runs():
     model = Gpt(reentrant=False)
     trace = trace_step(model, on_cuda, device="cuda")
     check(trace)
-    operators = [(o.name, o.dtype) for o in trace.operators]
+    operators = [(o.name, o.dtype) for o in of(trace, Operator)]
     assert ("aten._scaled_dot_product_flash_attention.default", torch.bfloat16) in operators
     assert ("aten.native_layer_norm.default", torch.float32) in operators
     assert any(name.startswith("aten._foreach_") and "addcdiv" in name for name, _ in operators)

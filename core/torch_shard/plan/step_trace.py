@@ -301,16 +301,6 @@ class StepTrace:
     events: tuple[Event, ...]
     notes: tuple[Note, ...] = ()
 
-    @property
-    def operators(self) -> Iterator[Operator]:
-        """The operators, in order."""
-        return (event for event in self.events if isinstance(event, Operator))
-
-    @property
-    def flops(self) -> int:
-        """The floating-point operations of the step, recomputation included; see :class:`Operator` for which count."""
-        return sum(operator.flops for operator in self.operators)
-
     def memory(self, device: str | None = None) -> list[tuple[int, dict[Kind, int]]]:
         """Return the bytes by kind after each event that changes them, as pairs of the event's index and all kinds.
 
