@@ -29,13 +29,12 @@ def test_tiles_fill_the_whole_with_areas_as_bytes(sizes: list[int]) -> None:
 
 def test_waits_are_summed_by_what_is_waited_for() -> None:
     timeline = Timeline()
-    compute, gather = timeline.stream("compute"), timeline.stream("gather")
-    first = gather.run(2.0, name="a", kind="all_gather")
-    second = gather.run(3.0, name="b", kind="all_gather")
-    third = gather.run(1.0, name="a", kind="all_gather")
-    compute.run(1.0, [first])  # from 2 to 3
-    compute.run(0.5, [second])  # from 5
-    compute.run(0.5, [third])  # from 6
+    first = timeline.run("gather", 2.0, name="a", kind="all_gather")
+    second = timeline.run("gather", 3.0, name="b", kind="all_gather")
+    third = timeline.run("gather", 1.0, name="a", kind="all_gather")
+    timeline.run("compute", 1.0, [first])  # from 2 to 3
+    timeline.run("compute", 0.5, [second])  # from 5
+    timeline.run("compute", 0.5, [third])  # from 6
     waits = waits_in(timeline)
     assert [(wait.start, wait.end, wait.name) for wait in waits] == [(0.0, 2.0, "a"), (3.0, 5.0, "b"), (5.5, 6.0, "a")]
     rows = re.findall("<td>(.*?)</td><td>(.*?)</td><td>for the gather of (.*?)</td>", waits_table(waits, 6.5))
@@ -49,7 +48,7 @@ def test_waits_are_summed_by_what_is_waited_for() -> None:
 def test_a_host_that_is_too_slow_is_waited_for() -> None:
     timeline = Timeline(host_seconds=1.0)
     for _ in range(3):
-        timeline.stream("compute").run(0.25)
+        timeline.run("compute", 0.25)
     waits = waits_in(timeline)
     assert [(wait.start, wait.end, wait.kind) for wait in waits] == [
         (0.0, 1.0, "host"),

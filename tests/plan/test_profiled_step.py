@@ -22,7 +22,8 @@ from tests.support.ranks import ranks
 from torch_shard import Precision, ShardConfig
 from torch_shard.errors import ConfigError
 from torch_shard.plan import Replay, Search, replayed_reductions, run_report, search
-from torch_shard.plan.devices import DEVICES, LINKS
+from torch_shard.plan.devices import LINKS
+from torch_shard.plan.hardware import Hardware
 from torch_shard.plan.planner import make_plan
 from torch_shard.plan.profiled_step import ProfiledStep
 from torch_shard.plan.sharded_step import sharded_step
@@ -73,7 +74,8 @@ def replay_of(config: ShardConfig) -> Replay:
     plan = make_plan(model, config, config.shard_size or world)
     trace = trace_for(model, lambda m: step(m, optimizer), plan, config, optimizers=[optimizer])
     replayed, clock = sharded_step(trace, plan, config, data_parallel=world), []
-    timeline = timeline_of(replayed, DEVICES["cpu"], world, LINKS["nvlink4"], LINKS["nvlink4"], clock=clock)
+    hardware = Hardware.of(1, world, on="cpu", intra=LINKS["nvlink4"], inter=LINKS["nvlink4"])
+    timeline = timeline_of(replayed, hardware, clock)
     return Replay(plan, replayed, timeline, clock)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from torch_shard.plan.devices import Device, Link
+from torch_shard.plan.hardware import Hardware
 from torch_shard.plan.pictures import sent_table
 from torch_shard.plan.step_timeline import timeline_of
 from torch_shard.plan.step_trace import CollectiveStart, CollectiveWait, Event, HostUpdate, Operator, StepTrace
@@ -14,6 +17,7 @@ DEVICE = Device(
     "test", {"fp32": 1e12, "tf32": 8e12, "bf16": 16e12}, 1e12, 1e12, 1.0, 1.0, launch_seconds=0.0, host_seconds=0.0
 )
 LINK = Link("test", 1e9, 0.0)
+HARDWARE = Hardware(0, 8, 8, DEVICE, "cuda", LINK, LINK)
 
 
 def product(flops: float, dtype: torch.dtype | None = torch.float32) -> Operator:
@@ -21,7 +25,7 @@ def product(flops: float, dtype: torch.dtype | None = torch.float32) -> Operator
 
 
 def seconds(*events: Event) -> float:
-    return timeline_of(StepTrace("cuda", events), DEVICE, 8, LINK, LINK).total
+    return timeline_of(StepTrace("cuda", events), HARDWARE).total
 
 
 def gather(number: int, nbytes: float, ranks: int = 2) -> CollectiveStart:
@@ -87,13 +91,14 @@ def test_bytes_are_counted_by_kind_and_link(ranks_per_node: int, expected: dict[
     between = CollectiveStart(2, "all_reduce", "unit 2", 100, 2, 2)
     copies = [CollectiveStart(n, "to_device", f"unit {n}", 7) for n in (3, 4)]
     step = StepTrace("cuda", (gather(1, 400, 4), between, *copies))
-    sent = timeline_of(step, DEVICE, ranks_per_node, LINK, LINK).sent
+    sent = timeline_of(step, dataclasses.replace(HARDWARE, ranks_per_node=ranks_per_node)).sent
     assert +sent == {**expected, ("to_device", "host and device"): 14}
-    assert ">all-gather</td><td>between nodes<" in sent_table(timeline_of(step, DEVICE, 2, LINK, LINK))
+    two_nodes = dataclasses.replace(HARDWARE, ranks_per_node=2)
+    assert ">all-gather</td><td>between nodes<" in sent_table(timeline_of(step, two_nodes))
 
 
 def test_spans_name_units_and_modules() -> None:
-    timeline = timeline_of(StepTrace("cuda", (gather(1, 2e9), CollectiveWait(1), product(1e12))), DEVICE, 8, LINK, LINK)
+    timeline = timeline_of(StepTrace("cuda", (gather(1, 2e9), CollectiveWait(1), product(1e12))), HARDWARE)
     assert [(span.stream, span.name, span.kind) for span in timeline.spans] == [
         ("gather", "unit 1", "all_gather"),
         ("compute", "layer", "compute"),

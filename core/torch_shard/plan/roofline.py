@@ -14,7 +14,7 @@ doc/PERFORMANCE.md of NCCL's tests, and how many steps that takes in NCCL's src/
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -133,23 +133,32 @@ class Span(NamedTuple):
     kind: str
 
 
-class Stream:
-    """A queue whose work runs in the order in which it was issued. Made by :meth:`Timeline.stream`.
+class Timeline:
+    """Streams of a device, and the host that issues their work: one operator after the other, in the order of the calls.
+
+    A stream runs its work in the order in which it was issued. A step whose kernels are shorter than what the host takes to issue
+    them is so bound by launches, which shows as gaps in its streams. The host runs ahead of the device without limit.
 
     Attributes:
-        name: the name, which its spans have.
-        free: the second at which the work that was issued ends.
+        host_seconds: what the host takes to issue one piece of work, if that doesn't say otherwise.
+        host: the second until which the host is busy.
+        free: the second at which the work of each stream ends.
+        spans: all work, in the order in which it was issued.
+        sent: the bytes that a rank sends or copies, by the kind of work and the link.
+        total: the second at which the last work ends.
     """
 
-    __slots__ = ("_timeline", "free", "name")
-
-    def __init__(self, timeline: Timeline, name: str) -> None:
-        self._timeline = timeline
-        self.name = name
-        self.free = 0.0
+    def __init__(self, host_seconds: float = 0.0) -> None:
+        self.host_seconds = host_seconds
+        self.host = 0.0
+        self.free: defaultdict[str, float] = defaultdict(float)
+        self.spans: list[Span] = []
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.total = 0.0
 
     def run(
         self,
+        stream: str,
         seconds: float,
         after: Iterable[Span] = (),
         name: str = "",
@@ -159,50 +168,20 @@ class Stream:
         """Issue work, which starts once the host has issued it, the stream is free and the events in `after` have happened.
 
         Args:
+            stream: the name of the stream.
             seconds: how long it takes.
             after: spans of any stream of the timeline that must have ended.
             name: what it is.
             kind: which sort of work it is.
-            host_seconds: what the host takes to issue it; the timeline's by default. Work of several operators that is one
-                span here takes the time of them all, and work within a captured graph none.
+            host_seconds: what the host takes to issue it; the timeline's by default, 0 for work that the host does not issue.
 
         Returns:
             The span, as an event for others to wait for.
         """
-        timeline = self._timeline
-        timeline.host += timeline.host_seconds if host_seconds is None else host_seconds
-        start = max(timeline.host, self.free, *(event.end for event in after))
-        span = Span(self.name, start, start + seconds, name, kind)
-        self.free = span.end
-        timeline.total = max(timeline.total, span.end)
-        timeline.spans.append(span)
+        self.host += self.host_seconds if host_seconds is None else host_seconds
+        start = max(self.host, self.free[stream], *(event.end for event in after))
+        span = Span(stream, start, start + seconds, name, kind)
+        self.free[stream] = span.end
+        self.total = max(self.total, span.end)
+        self.spans.append(span)
         return span
-
-
-class Timeline:
-    """Streams of a device, and the host that issues their work: one operator after the other, in the order of the calls.
-
-    A step whose kernels are shorter than what the host takes to issue them is so bound by launches, which shows as gaps in its
-    streams. The host runs ahead of the device without limit.
-
-    Attributes:
-        host_seconds: what the host takes to issue one piece of work, if that doesn't say otherwise.
-        host: the second until which the host is busy.
-        spans: all work, in the order in which it was issued.
-        sent: the bytes that a rank sends or copies, by the kind of work and the link.
-        total: the second at which the last work ends.
-    """
-
-    def __init__(self, host_seconds: float = 0.0) -> None:
-        self.host_seconds = host_seconds
-        self.host = 0.0
-        self.spans: list[Span] = []
-        self.sent: Counter[tuple[str, str]] = Counter()
-        self.total = 0.0
-        self._streams: dict[str, Stream] = {}
-
-    def stream(self, name: str) -> Stream:
-        """Return the stream of this name, which is made when it is first asked for."""
-        if name not in self._streams:
-            self._streams[name] = Stream(self, name)
-        return self._streams[name]

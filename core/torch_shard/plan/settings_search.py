@@ -29,7 +29,6 @@ from .layer_selection import outermost, repeated_layers
 from .memory_estimate import mib
 from .plan import Plan
 from .planner import make_plan
-from .roofline import Timeline
 from .search_results import Candidate, Estimate, Replay, Search
 from .sharded_step import sharded_step
 from .step_timeline import timeline_of
@@ -180,7 +179,7 @@ class _Searching:
         self.estimates.sort(key=_sort_key)
         assert self.best is not None  # there is always a strategy to try
         clock: list[float] = []
-        replay = Replay(*self.best, self._timeline(self.best[1], clock), clock)
+        replay = Replay(*self.best, timeline_of(self.best[1], self.hardware, clock), clock)
         return Search(tuple(self.estimates), self.hardware.budget, self.states, tuple(self.notes), replay)
 
     def _levels(self) -> Iterator[list[_Way]]:
@@ -285,14 +284,11 @@ class _Searching:
             yield Candidate("full_shard", prefetch=0, offload=Offload())
 
     def _seconds(self, step: StepTrace, candidate: Candidate) -> float:
-        whole = self._timeline(step).total
+        whole = timeline_of(step, self.hardware).total
         if candidate.accumulation == 1:
             return whole
-        return whole + (candidate.accumulation - 1) * self._timeline(_not_last(step, candidate.offload)).total
-
-    def _timeline(self, step: StepTrace, clock: list[float] | None = None) -> Timeline:
-        on = self.hardware
-        return timeline_of(step, on.device, on.ranks_per_node, on.intra, on.inter, clock=clock)
+        not_last = timeline_of(_not_last(step, candidate.offload), self.hardware).total
+        return whole + (candidate.accumulation - 1) * not_last
 
 
 def _not_last(step: StepTrace, offload: Offload | None) -> StepTrace:

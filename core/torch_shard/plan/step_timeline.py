@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .devices import Device, Link
+from .hardware import Hardware
 from .roofline import Span, Timeline, bytes_sent, collective_seconds, copy_seconds, operator_seconds
 from .step_trace import CollectiveStart, CollectiveWait, HostUpdate, Operator, StepTrace
 
@@ -26,14 +26,7 @@ _NAMES = {
 }
 
 
-def timeline_of(
-    step: StepTrace,
-    device: Device,
-    ranks_per_node: int,
-    intra: Link,
-    inter: Link,
-    clock: list[float] | None = None,
-) -> Timeline:
+def timeline_of(step: StepTrace, hardware: Hardware, clock: list[float] | None = None) -> Timeline:
     """Return the time line of a step.
 
     The streams are ``compute``, ``gather``, ``reduce`` and ``between replicas``; with offload also ``to host``, ``from host`` and
@@ -45,16 +38,14 @@ def timeline_of(
 
     Args:
         step: a step of the plain model or of a sharded one.
-        device: what computes.
-        ranks_per_node: how many ranks a node has.
-        intra, inter: the links within a node, and between nodes as each rank has them.
+        hardware: what computes, and the links, of which that between nodes is as each rank has it.
         clock: a list to which is added, for each event of the step, the second at which what was computed before it has ended.
 
     Raises:
         ConfigError: the device has no figure for the dtype of a matrix product.
     """
+    device, ranks_per_node = hardware.device, hardware.ranks_per_node
     timeline = Timeline(device.host_seconds)
-    compute = timeline.stream("compute")
     running: dict[int, Span] = {}
     awaited: list[Span] = []
     latest: list[Span] = []  # the latest work of the compute stream
@@ -63,38 +54,38 @@ def timeline_of(
     host_rate = device.host_memory_bandwidth / ranks_per_node
     for event in step.events:
         if clock is not None:
-            clock.append(compute.free)
+            clock.append(timeline.free["compute"])
         if isinstance(event, Operator):
             nbytes = event.read + event.written
             if not (nbytes or event.flops):
                 continue
             dtype = "fp32" if event.dtype is None else _NAMES.get(event.dtype, "fp32")
             seconds = operator_seconds(device, event.flops, nbytes, dtype)
-            latest = [compute.run(seconds, awaited, event.module or event.name, "compute")]
+            latest = [timeline.run("compute", seconds, awaited, event.module or event.name, "compute")]
             awaited = []
         elif isinstance(event, CollectiveStart):
             if event.kind == "to_device" or event.kind == "to_host":
                 # Activations, which belong to no unit, come back on a stream of their own.
                 back = "gather" if event.unit else "from host"
-                stream = timeline.stream("to host" if event.kind == "to_host" else back)
+                stream = "to host" if event.kind == "to_host" else back
                 seconds = copy_seconds(device.host_link, event.nbytes)
                 timeline.sent[event.kind, "host and device"] += event.nbytes
                 after = [*latest, updates[event.unit]] if event.unit in updates else latest
-                running[event.number] = stream.run(seconds, after, event.unit or "activations", event.kind)
+                running[event.number] = timeline.run(stream, seconds, after, event.unit or "activations", event.kind)
                 continue
             in_node = max(1, ranks_per_node // event.stride)
-            seconds = collective_seconds(event.kind, event.nbytes, event.ranks, in_node, intra, inter)
+            seconds = collective_seconds(event.kind, event.nbytes, event.ranks, in_node, hardware.intra, hardware.inter)
             within, across = bytes_sent(event.kind, event.nbytes, event.ranks, in_node)
             timeline.sent[event.kind, "within a node"] += round(within)
             timeline.sent[event.kind, "between nodes"] += round(across)
-            name, after = STREAMS[event.kind], [*latest, *reduced] if event.kind == "all_reduce" else latest
-            running[event.number] = timeline.stream(name).run(seconds, after, event.unit, event.kind)
+            after = [*latest, *reduced] if event.kind == "all_reduce" else latest
+            running[event.number] = timeline.run(STREAMS[event.kind], seconds, after, event.unit, event.kind)
             if step.device == "cpu":
-                compute.run(_BY_CORES * seconds, (), event.unit, event.kind, host_seconds=0.0)
+                timeline.run("compute", _BY_CORES * seconds, (), event.unit, event.kind, host_seconds=0.0)
             reduced = [running[event.number]] if event.kind == "reduce_scatter" else []
         elif isinstance(event, HostUpdate):
-            stream = timeline.stream("host")
-            updates[event.unit] = stream.run(event.nbytes / host_rate, (), event.unit, "host_step", host_seconds=0.0)
+            seconds = event.nbytes / host_rate
+            updates[event.unit] = timeline.run("host", seconds, (), event.unit, "host_step", host_seconds=0.0)
         elif isinstance(event, CollectiveWait):
             awaited.append(running.pop(event.number))
     return timeline
