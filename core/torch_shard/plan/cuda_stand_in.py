@@ -73,16 +73,10 @@ class CudaStandIn(TorchFunctionMode):
             # F.multi_head_attention_forward calls it where this mode doesn't see it.
             patch.object(F, "scaled_dot_product_attention", self._attend),
             self,
+            register_module_forward_pre_hook(self._recomputes),
+            register_module_forward_hook(self._has_recomputed, always_call=True),
         ):
-            hooks = (
-                register_module_forward_pre_hook(self._recomputes),
-                register_module_forward_hook(self._has_recomputed, always_call=True),
-            )
-            try:
-                yield
-            finally:
-                for hook in hooks:
-                    hook.remove()
+            yield
 
     def _recomputes(self, module: nn.Module, args: object) -> None:
         """Enter the mode again: autograd runs without such modes, and so would the forwards that checkpoints recompute."""

@@ -28,6 +28,7 @@ class FakeModel:
         named: kind, full name, fake and type of the device of every parameter and buffer, the first registration of each, and
             of each tensor of an optimizer's state, under the name of its parameter. The fakes themselves are all the CPU's.
         parameters: the fake parameters by full name.
+        names: their full names by id.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class FakeModel:
             self.parameters[name] = fake
             if parameter.grad is not None and dtype == parameter.dtype:
                 fake.grad = self._make(parameter.grad, "gradient", name, device)
+        self.names = {id(fake): name for name, fake in self.parameters.items()}
         for name, buffer in model.named_buffers():
             self._make(buffer, "buffer", name, device)
 
@@ -86,7 +88,6 @@ class FakeModel:
                     )
                 else:
                     attributes[attribute] = self._replaced(value, prefix)
-        names = {id(fake): name for name, fake in self.parameters.items()}
         for optimizer in self._optimizers:
             self._saved.append((optimizer.__dict__, optimizer.__dict__.copy()))
             optimizer.param_groups = [
@@ -96,7 +97,7 @@ class FakeModel:
             states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
             for parameter, state in optimizer.state.items():
                 fake = self._replaced(parameter, "")
-                name = names.get(id(fake), "")
+                name = self.names.get(id(fake), "")
                 states[fake] = {key: self._state(value, parameter, name) for key, value in state.items()}
             optimizer.state = states
 

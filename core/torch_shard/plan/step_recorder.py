@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar
@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         self.storages = Storages(self._events, self._segments, device)
         self._forward_open = False
         self._stepping = 0
-        self._handles: list[Any] = []
+        self._hooks_of_parameters = ExitStack()
         self._tasks: list[int] = []  # autograd's graph tasks that run, the innermost last
         self._arrived: dict[str, int] = {}
         self._inputs = WeakIdKeyDictionary()  # the fakes of real tensors from outside the step, while these live
@@ -101,10 +101,8 @@ class Recorder(TorchDispatchMode):
         for name, parameter in self._fakes.parameters.items():
             if parameter.requires_grad:
                 arrives, accumulated = partial(self._gradient_arrives, name), partial(self._gradient_accumulated, name)
-                self._handles += [
-                    parameter.register_hook(arrives),
-                    parameter.register_post_accumulate_grad_hook(accumulated),
-                ]
+                self._hooks_of_parameters.enter_context(parameter.register_hook(arrives))
+                self._hooks_of_parameters.enter_context(parameter.register_post_accumulate_grad_hook(accumulated))
         self._events.append(PhaseStart("between"))
 
     def restart(self) -> None:
@@ -119,21 +117,19 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Have all modules and optimizers report, while this lasts."""
-        self._handles += [
+        with (
+            # They would be part of a cycle that Python can't see, and keep the model alive.
+            self._hooks_of_parameters,
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._exit, always_call=True),
             torch_optimizer.register_optimizer_step_pre_hook(self._step_begins),
             torch_optimizer.register_optimizer_step_post_hook(self._step_ends),
-        ]
-        Recorder._running = self
-        try:
-            yield
-        finally:
-            Recorder._running = None
-            # Those of parameters would be part of a cycle that Python can't see, and keep the model alive.
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+        ):
+            Recorder._running = self
+            try:
+                yield
+            finally:
+                Recorder._running = None
 
     @classmethod
     def running(cls) -> Recorder:
@@ -249,7 +245,7 @@ class Recorder(TorchDispatchMode):
 
     def gradients_cleared(self, parameters: Iterable[torch.Tensor]) -> None:
         """Write down that ``zero_grad()`` is about to set the gradients of `parameters` to None."""
-        names = {id(fake): name for name, fake in self._fakes.parameters.items()}
+        names = self._fakes.names
         found = tuple(names[id(parameter)] for parameter in parameters if id(parameter) in names)
         self._segment()
         if found:
@@ -280,12 +276,11 @@ class Recorder(TorchDispatchMode):
         return closure
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        names = {id(fake): name for name, fake in self._fakes.parameters.items()}
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, FakeTensor):
                     record = self.storages.of(value)
-                    record.kind, record.name = "optimizer state", names.get(id(parameter), "")
+                    record.kind, record.name = "optimizer state", self._fakes.names.get(id(parameter), "")
         self._stepping -= 1
 
     # -- what is allocated, and tensors from outside -------------------------------------------------------------------
