@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ..utils.html_page import row, table
-from ..utils.svg import TEXT, legend_beside, svg
+from ..utils.svg import TEXT, finish_axes, legend_beside, svg
 from .memory_estimate import mib
 from .plan import Plan, UnitPlan
 from .roofline import Span, Timeline
@@ -69,7 +69,7 @@ def memory_plot(
         _add_measured(axes, measured, unit)
         highest = axes.get_ylim()[1]
         axes.axhline(budget / unit, color=TEXT, linestyle="--", label=f"budget, {budget / unit:,.1f} {name}")
-        _finish_memory(axes, times[-1], name)
+        finish_axes(axes, 0, max(times[-1], 1e-9), "ms", name)
         axes.set_ylim(0, min(axes.get_ylim()[1], 4 * highest))
 
     return svg(draw, 3.6)
@@ -81,7 +81,7 @@ def measured_memory_plot(measured: Sequence[tuple[float, int]]) -> str:
 
     def draw(axes: Any) -> None:
         _add_measured(axes, measured, unit)
-        _finish_memory(axes, 1000 * measured[-1][0], name)
+        finish_axes(axes, 0, max(1000 * measured[-1][0], 1e-9), "ms", name)
 
     return svg(draw, 3.0)
 
@@ -100,14 +100,6 @@ def _add_measured(axes: Any, measured: Sequence[tuple[float, int]], unit: int) -
         axes.plot(
             times, levels, color="#101418", linewidth=1.2, drawstyle="steps-post", label="measured", path_effects=edge
         )
-
-
-def _finish_memory(axes: Any, milliseconds: float, unit: str) -> None:
-    axes.set_xlim(0, max(milliseconds, 1e-9))
-    axes.set_ylim(0)
-    axes.set_xlabel("ms")
-    axes.set_ylabel(unit)
-    legend_beside(axes)
 
 
 def _highest(step: StepTrace, clock: Sequence[float]) -> tuple[list[float], list[dict[Any, int]]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.traffic_statistics import Statistics
 from ..utils.html_page import page, row, table
-from ..utils.svg import TEXT, WITHOUT_PLOTS, has_plots, legend_beside, svg
+from ..utils.svg import TEXT, WITHOUT_PLOTS, finish_axes, has_plots, legend_beside, svg
 from .memory_estimate import mib
 from .pictures import measured_memory_plot, memory_plot, sent_table, streams_plot, units_plot, waits_table
 from .plan import Plan
@@ -169,7 +169,7 @@ def _time_plot(history: Sequence[Moment]) -> str:
         axes.stackplot(
             steps, [rest, *waits], labels=labels, colors=["#59a14f", *(colour for _, colour in WAITS.values())]
         )
-        _over_steps(axes, steps, "ms")
+        finish_axes(axes, steps[0], max(steps[-1], steps[0] + 1), "step", "ms")
 
     return svg(draw, 3.0)
 
@@ -183,17 +183,9 @@ def _history_plot(history: Sequence[Moment], predicted: Any) -> str:
         axes.stackplot(steps, resident, gathered, labels=["resident", "gathered, at most"], colors=colours)
         planned = (predicted.total + predicted.gathered_peak) / _MIB
         axes.axhline(planned, color=TEXT, linestyle="--", label="planned")
-        _over_steps(axes, steps, "MiB")
+        finish_axes(axes, steps[0], max(steps[-1], steps[0] + 1), "step", "MiB")
 
     return svg(draw, 3.0)
-
-
-def _over_steps(axes: Any, steps: Sequence[int], unit: str) -> None:
-    axes.set_xlim(steps[0], max(steps[-1], steps[0] + 1))
-    axes.set_ylim(0)
-    axes.set_xlabel("step")
-    axes.set_ylabel(unit)
-    legend_beside(axes)
 
 
 def _history_table(history: Sequence[Moment]) -> str:

@@ -51,3 +51,12 @@ def svg(draw: Callable[[Any], None], height: float) -> str:
 def legend_beside(axes: Any) -> None:
     """Add the legend of a plot to the right of it."""
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def finish_axes(axes: Any, first: float, last: float, across: str, up: str) -> None:
+    """Let a plot reach from `first` to `last` across and from 0 up, and add labels and the legend."""
+    axes.set_xlim(first, last)
+    axes.set_ylim(0)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    legend_beside(axes)
