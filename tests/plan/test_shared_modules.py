@@ -93,6 +93,17 @@ def random_model(seed: int) -> nn.Module:
     return Holder(*made[-3:], *pick.sample(made, 1))
 
 
+def first_path(node: Node) -> tuple[Node, ...]:
+    """Return the nodes from the root to this one, by first registrations."""
+    return (node,) if node.parent is None else (*first_path(node.parent), node)
+
+
+def caller(path: tuple[Node, ...]) -> Node:
+    """Return the outermost atom on a path, else the innermost module that has a forward, else the root."""
+    atoms, callable_ones = [n for n in path if n.is_atom], [n for n in path if n.has_forward]
+    return [*atoms, *reversed(callable_ones), path[0]][0]
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_names_owners_and_triggers_are_those_of_every_path(seed: int) -> None:
     model = random_model(seed)
@@ -114,12 +125,12 @@ def test_names_owners_and_triggers_are_those_of_every_path(seed: int) -> None:
         assert info.owners == tuple(owners[number])
     nodes = list(tree.root.walk())
     for number, covering in itertools.product(to, [None, *nodes]):
-        found = {} if covering is None else {tree.caller(tree.path_of(covering)).name: covering}
+        found = {} if covering is None else {caller(first_path(covering)).name: covering}
         around = set(found.values())
         expected = dict.fromkeys(found)
         for path in to[number]:
             if not around.intersection(path):
-                expected[tree.caller(path).name] = None
+                expected[caller(path).name] = None
         roots = [] if covering is None else [covering]
         triggers = tree.triggers([number], roots)
         assert set(triggers) == set(expected) and len(triggers) == len(expected)

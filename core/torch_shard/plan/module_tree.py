@@ -117,8 +117,8 @@ class ModuleTree:
         self._holders: dict[Node, list[Node]] = {}  # the modules that each one is registered in
         self.root = self._grow(model, "", None)
         names: list[list[str]] = [[] for _ in self.params]
-        holds: list[dict[tuple[Node, str], None]] = [{} for _ in self.params]
-        self._owners: list[dict[Node, None]] = [{} for _ in self.params]
+        # The modules that each parameter is registered in, with the attribute.
+        self._owners: list[dict[tuple[Node, str], None]] = [{} for _ in self.params]
         for prefix, module in every_name(model):
             node = self._node[id(module)]
             for attr, param in module._parameters.items():
@@ -126,8 +126,7 @@ class ModuleTree:
                     continue
                 number = self._number[id(param)]
                 names[number].append(f"{prefix}.{attr}" if prefix else attr)
-                holds[number][node, attr] = None
-                self._owners[number][node] = None
+                self._owners[number][node, attr] = None
 
         def within(found: tuple[bool, bool], node: Node) -> tuple[bool, bool]:
             return found[0] or node.module in kept, found[1] or node.module in exact
@@ -138,7 +137,7 @@ class ModuleTree:
                 raise SetupError(
                     f"Parameter {names[number][0]!r} has no shape yet (a lazy module): run one forward before sharding."
                 )
-            ways = [(n, way) for n in self._owners[number] for way in self._ways(n, (False, False), within, known)]
+            ways = [(n, way) for n, _ in self._owners[number] for way in self._ways(n, (False, False), within, known)]
             inside = [is_kept for _, (is_kept, _) in ways]
             if any(inside) and not all(inside) and precision.param_dtype is not None and precision.cast_inputs:
                 here, there = (ways[inside.index(value)][0].name for value in (True, False))
@@ -146,7 +145,7 @@ class ModuleTree:
                     f"precision.keep: {names[number][0]} is tied between {here!r}, which is kept, and {there!r}, which is not, "
                     "and a parameter has one dtype. Keep both or none, or cast inputs by autocast (cast_inputs=False)."
                 )
-            holders = [(node.module, attr) for node, attr in holds[number]]
+            holders = [(node.module, attr) for node, attr in self._owners[number]]
             keep = any(inside) or precision.keeps(holders, param)
             dtypes = precision.dtypes(param.dtype, param.requires_grad, keep)
             if quantized is not None and world_size > 1:  # else nothing is sent
@@ -156,7 +155,7 @@ class ModuleTree:
             self.infos.append(
                 ParamInfo(
                     name=names[number][0],
-                    owners=tuple((node.name, attr) for node, attr in holds[number]),
+                    owners=tuple((node.name, attr) for node, attr in self._owners[number]),
                     shape=tuple(param.shape),
                     stride=tuple(param.stride()),
                     dtype=param.dtype,
@@ -230,23 +229,6 @@ class ModuleTree:
         """Return True if more than one module holds the parameter."""
         return len(self.infos[number].owners) > 1
 
-    def caller(self, path: Iterable[Node]) -> Node:
-        """Return the module on a path whose forward first uses the parameters at its end.
-
-        That is the outermost atom, else the innermost module that has a forward, else the root.
-        """
-        found = self.root, False
-        for node in path:
-            found = _called(found, node)
-        return found[0]
-
-    def path_of(self, node: Node) -> tuple[Node, ...]:
-        """Return the nodes from the root to this one, by first registrations."""
-        path = [node]
-        while (above := path[-1].parent) is not None:
-            path.append(above)
-        return tuple(reversed(path))
-
     def triggers(self, numbers: Iterable[int], roots: Iterable[Node]) -> tuple[str, ...]:
         """Return the names of the modules whose forward needs these parameters.
 
@@ -254,7 +236,7 @@ class ModuleTree:
             numbers: the unit's parameters.
             roots: modules that trigger the unit as wholes, so that modules below them need not.
         """
-        covering = {self.caller(self.path_of(root)).name: root for root in roots}
+        covering = {self._first_way(root)[0].name: root for root in roots}
         found = dict.fromkeys(covering)
         nodes = set(covering.values())
 
@@ -263,14 +245,22 @@ class ModuleTree:
 
         known: dict[Node, list[tuple[Node, bool]]] = {}
         for number in numbers:
-            for owner in self._owners[number]:
+            for owner, _ in self._owners[number]:
                 ways = self._ways(owner, (self.root, False), called, known)
                 found.update(dict.fromkeys(caller.name for caller, _ in ways))
         return tuple(found)
 
+    def _first_way(self, node: Node | None) -> tuple[Node, bool]:
+        """Return what :func:`_called` finds at a node on the way of first registrations; that before the root for None."""
+        return (self.root, False) if node is None else _called(self._first_way(node.parent), node)
+
 
 def _called(before: tuple[Node, bool], node: Node) -> tuple[Node, bool]:
-    """Return the module that calls what is in `node`, and whether it is an atom; `before` is the result for the node above."""
+    """Return the module on a way whose forward first uses the parameters in `node`, and whether it is an atom.
+
+    That is the outermost atom, else the innermost module that has a forward, else the root. `before` is the result for the node
+    above.
+    """
     if before[1]:
         return before
     if node.is_atom:
