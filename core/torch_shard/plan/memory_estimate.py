@@ -138,16 +138,11 @@ class _Shard:
 
 def _shards(plan: Plan, unit: UnitPlan) -> Iterator[_Shard]:
     for params in unit.flat_buffers:
-        numel, dtypes, quantizer = shard_numel(params, plan.shard_ranks), params[0].dtypes, None
+        numel, dtypes, quantizer = layout_of(params, plan.shard_ranks).shard_numel, params[0].dtypes, None
         if dtypes.quantized is not None and plan.shard_ranks > 1:
             quantizer = dtypes.quantized.parameter_quantizer(dtypes, numel)
         crossing = numel * dtypes.compute.itemsize if quantizer is None else quantizer.nbytes
         yield _Shard(numel, dtypes, params[0].requires_grad, crossing, dtypes.casts or quantizer is not None)
-
-
-def shard_numel(params: Sequence[ParamInfo], ranks: int) -> int:
-    """Return the elements of one rank's shard of a flat buffer with these parameters, padding included."""
-    return layout_of(params, ranks).shard_numel
 
 
 def layout_of(params: Sequence[ParamInfo], ranks: int) -> FlatLayout:

@@ -18,7 +18,7 @@ import torch
 
 from ..config.offload import Offload
 from ..config.param_dtypes import Dtypes
-from .memory_estimate import PredictedBytes, mib, predicted_bytes, shard_numel
+from .memory_estimate import PredictedBytes, layout_of, mib, predicted_bytes
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class UnitPlan:
 
     def shard_bytes(self, world_size: int) -> int:
         """Return the bytes of one rank's shards of the parameters, padding included."""
-        return sum(shard_numel(p, world_size) * p[0].dtypes.stored.itemsize for p in self.flat_buffers)
+        return sum(layout_of(p, world_size).shard_numel * p[0].dtypes.stored.itemsize for p in self.flat_buffers)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ class _Planner:
         self.units: list[tuple[tuple[int, int], UnitPlan]] = []
         self.user_units: set[Node] = set()
         self.run: list[Node] = []
-        self.run_numbers: list[int] = []
         self.run_bytes = 0
         self.run_kind = ""
         self._stacked: dict[Node, bool] = {}
@@ -137,7 +136,7 @@ class _Planner:
         params = flat_order(self.tree.infos[number] for number in numbers)
         unit = UnitPlan(name, params, self.tree.triggers(numbers, roots))
         first = roots[0] if roots else None
-        place = (first.numbers[0], _depth(first)) if first else (numbers[0], 0)
+        place = (first.numbers[0], len(first.name)) if first else (numbers[0], 0)  # names of inner modules are longer
         self.units.append((place, unit))
 
     def left_in(self, node: Node) -> list[int]:
@@ -302,7 +301,6 @@ class _Planner:
         if self.run and (too_much or kind == "alone" or kind != self.run_kind):
             self.flush()
         self.run.append(node)
-        self.run_numbers.extend(left)
         self.run_bytes += size
         self.run_kind = kind
 
@@ -330,8 +328,8 @@ class _Planner:
         if self.run:
             first, last = self.run[0].name, self.run[-1].name
             name = first if len(self.run) == 1 else f"{first}..{last}"
-            self.add_unit(name, self.run_numbers, self.run)
-        self.run, self.run_numbers, self.run_bytes, self.run_kind = [], [], 0, ""
+            self.add_unit(name, [number for node in self.run for number in node.numbers], self.run)
+        self.run, self.run_bytes, self.run_kind = [], 0, ""
 
 
 def _blocks(container: Node) -> set[Node]:
@@ -393,7 +391,3 @@ def _is_small_language_model(node: Node) -> bool:
         for n in node.walk()
         if n.own
     )
-
-
-def _depth(node: Node) -> int:
-    return len(node.name.split(".")) if node.name else 0
