@@ -178,15 +178,19 @@ class Precision:
     def check_device(self, device: torch.device) -> None:
         """Raise an UnavailableError if the device lacks one of the dtypes. Not collective."""
         for field in ("param_dtype", "reduce_dtype"):
-            if getattr(self, field) is not torch.bfloat16 or device.type != "cuda":
-                continue
-            with torch.cuda.device(device):
-                has_it = torch.cuda.is_bf16_supported(including_emulation=False)
-            if not has_it:
+            if getattr(self, field) is torch.bfloat16 and not has_bf16(device):
                 name = torch.cuda.get_device_name(device)
                 raise UnavailableError(
                     f"precision.{field}: {name} has no bfloat16; use torch.float16 with a GradScaler."
                 )
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return True if a device computes in bfloat16 itself; the CPU always does, though slowly on some machines."""
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 NONE = Precision()

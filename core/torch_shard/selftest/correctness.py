@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..activation_checkpointing import checkpointed_layers
-from ..config.precision import Precision
+from ..config.precision import Precision, has_bf16
 from ..config.shard_config import Strategy
 from ..engine import Engine, shard
 from .context import Case, Context, Setting
-from .devices import has_bf16, stall
+from .devices import stall
 from .model import SMALL, Block, batch, make, mean_loss
 from .plain import Recipe, Trained, distance, optimizer_of, train_plainly
 from .ranks import PATIENCE
@@ -119,7 +119,8 @@ def _compare(sharded: Sharded, recipe: Recipe, context: Context, case: Case) -> 
     if sharded.precision != "fp32" and not has_bf16(device):
         return [skipped(case.part, case.name, NO_BF16)]
     plain = train_plainly(recipe, device, world)
-    wrong = distance(train_plainly(recipe.with_doubled_gradients, device, world), plain)
+    summed = dataclasses.replace(recipe, gradient_scale=2.0)  # as a sum over two ranks in place of a mean
+    wrong = distance(train_plainly(summed, device, world), plain)
     doubled = wrong["update" if recipe.max_norm is None else "norm"]  # clipping takes the scale out of the update
     errors = distance(train_sharded(sharded, recipe, context), plain)
     tolerance = TOLERANCES[sharded.precision]
@@ -163,8 +164,7 @@ def _prepare(sharded: Sharded, recipe: Recipe, model: nn.Module, world: int) -> 
     settings: dict[str, Any] = {"strategy": sharded.strategy, "precision": _PRECISIONS[sharded.precision]}
     if sharded.strategy.startswith("hybrid"):
         settings["shard_size"] = world // 2
-    layers = checkpointed_layers(model, [Block], None) if sharded.recomputes else contextlib.nullcontext(0)
-    with layers:
+    with checkpointed_layers(model, [Block] if sharded.recomputes else False, None):
         engine = shard(model, units=[Block], timeout=PATIENCE, **settings)
     return engine, optimizer_of(recipe, model)
 

@@ -36,14 +36,6 @@ def count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Return True if a device computes in bfloat16 itself; the CPU always does, though slowly on some machines."""
-    if device.type != "cuda":
-        return True
-    with torch.cuda.device(device):
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def make_current(device: torch.device) -> None:
     """Make a GPU the current one of this process."""
     torch.cuda.set_device(device)

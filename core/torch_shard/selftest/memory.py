@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config.precision import Precision
+from ..config.precision import Precision, has_bf16
 from ..config.shard_config import ShardConfig
 from ..engine import Engine, shard
 from ..plan.device_memory import reserved_by
@@ -16,7 +16,6 @@ from ..plan.sharded_step import sharded_step
 from ..plan.trace_for import trace_for
 from .allocated import held, peak_of
 from .context import Case, Context, Setting
-from .devices import has_bf16
 from .model import Block, Size, batch, make, mean_loss
 from .ranks import PATIENCE
 from .results import NO_BF16, Result, at_most, skipped, within

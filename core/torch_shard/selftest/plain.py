@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +32,6 @@ class Recipe:
     micro: int = 1
     max_norm: float | None = None
     gradient_scale: float = 1.0
-
-    @property
-    def with_doubled_gradients(self) -> Recipe:
-        """The same recipe with gradients of twice their size, as a sum over two ranks in place of a mean has them."""
-        return dataclasses.replace(self, gradient_scale=2.0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +113,7 @@ class Report:
             "environment": self.environment,
             "results": [dataclasses.asdict(result) for result in self.results],
         }
-        return _plain(found)  # type: ignore[no-any-return]
+        return json.loads(json.dumps(found), parse_constant=lambda name: str(float(name)))  # type: ignore[no-any-return]
 
     def write(self, path: Path) -> None:
         """Write the HTML file, and the JSON file beside it."""
@@ -140,14 +139,6 @@ class Report:
 
 def _counts(results: Sequence[Result]) -> dict[str, int]:
     return {status: sum(r.status == status for r in results) for status in ("passed", "failed", "skipped")}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(own) for own in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _times(result: Result) -> str:

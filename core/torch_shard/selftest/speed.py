@@ -20,11 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..comm.streams import streams_of
 from ..config.offload import Offload
-from ..config.precision import Precision
+from ..config.precision import Precision, has_bf16
 from ..engine import Engine, shard
 from ..shard_tensor.tensor import ShardTensor
 from .context import Case, Context, Setting
-from .devices import has_bf16, peak_flops, total_memory
+from .devices import peak_flops, total_memory
 from .model import Decoder, Size, batch, make, mean_loss
 from .ranks import PATIENCE, Ranks
 from .results import Result, within
