@@ -43,7 +43,7 @@ class ModuleCalls:
     def clear(self) -> None:
         """Forget all calls, outside of all modules."""
         self._calls: list[Call] = []
-        self._stack: list[tuple[int, bool]] = []  # calls whose forward runs, and whether each began in a backward
+        self._stack: list[Call] = []  # those whose forward runs
         self._marks: tuple[list[int], list[int]] = ([0], [-1])  # sequence numbers, and the call that runs from each on
         self._backward_of = -1  # the call whose backward runs
 
@@ -56,10 +56,10 @@ class ModuleCalls:
         """Note that the forward of a known module begins; the caller adds the event."""
         if in_backward:
             self.follow_backward()
-        outer = self._stack[-1][0] if self._stack else -1
+        outer = self._stack[-1].number if self._stack else -1
         call = Call(self._names[id(module)], len(self._calls), outer, in_backward)
         self._calls.append(call)
-        self._stack.append((call.number, in_backward))
+        self._stack.append(call)
         self._mark(call.number)
         return call
 
@@ -67,8 +67,8 @@ class ModuleCalls:
         """Write down that the forward of a known module has ended, and those inside of it that an error has ended."""
         name = self._names[id(module)]
         while self._stack:
-            call = self._calls[self._stack.pop()[0]]
-            self._mark(self._stack[-1][0] if self._stack else -1)
+            call = self._stack.pop()
+            self._mark(self._stack[-1].number if self._stack else -1)
             self._events.append(ModuleExit(call.module, call.number, False, call.recompute))
             if call.module == name:
                 break
@@ -80,17 +80,17 @@ class ModuleCalls:
     @property
     def running(self) -> str | None:
         """The name of the innermost module whose forward runs; None outside of all."""
-        return self._calls[self._stack[-1][0]].module if self._stack else None
+        return self._stack[-1].module if self._stack else None
 
     @property
     def recomputes(self) -> bool:
         """True if the innermost forward that runs has begun in a backward."""
-        return bool(self._stack) and self._stack[-1][1]
+        return bool(self._stack) and self._stack[-1].recompute
 
     @property
     def in_forward(self) -> bool:
         """True if a forward runs that has not begun in a backward."""
-        return any(not in_backward for _, in_backward in self._stack)
+        return any(not call.recompute for call in self._stack)
 
     # -- backwards ----------------------------------------------------------------------------------------------------
     def follow_backward(self) -> None:

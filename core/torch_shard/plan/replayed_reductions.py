@@ -169,7 +169,7 @@ class ReplayedReductions:
                 self._log.free(narrow)
             else:
                 self._log.give(narrow, flat.layout.numel, dtype)
-        if flat.grads and self._reduces:  # added at once
+        if flat.grad is not None and self._reduces:  # added at once
             self._publish(flat, result)
         else:
             flat.results.append(result)
@@ -182,10 +182,10 @@ class ReplayedReductions:
             self._log.free(storage)
 
     def _publish(self, flat: FlatStandIn, result: int) -> None:
-        if flat.grads:
-            self._log.free(result)
+        if flat.grad is None:
+            flat.grad = result
         else:
-            flat.grads = [result]
+            self._log.free(result)
         flat.with_grad |= flat.arrived
 
     def _new_grad(self, flat: FlatStandIn) -> int:

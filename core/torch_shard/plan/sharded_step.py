@@ -138,7 +138,7 @@ class _Replay:
             if isinstance(event, Allocation) and event.kind == "gradient" and event.name in self.flats:
                 flat = self.flats[event.name]
                 flat.with_grad.add(event.name)
-                flat.grads = [event.storage]
+                flat.grad = event.storage
         self.trained = [p.local_numel for p in plan.params if p.requires_grad]
         self.shrink = sum(flat.layout.shard_numel for unit in self.units for flat in unit.flats) / max(1, plan.numel)
         # Of the running step:
@@ -171,7 +171,7 @@ class _Replay:
         """Let all parameters have gradients where a step accumulates, until its backward has ended."""
         self.keeps_grads = self.accumulates
         for flat in {id(flat): flat for flat in self.flats.values() if self.accumulates and flat.trains}.values():
-            flat.grads, flat.with_grad = flat.grads or [0], set(flat.names)
+            flat.grad, flat.with_grad = flat.grad or 0, set(flat.names)
 
     def _begin(self) -> None:
         """Write down what is there when a step begins that is not the first."""
@@ -183,8 +183,9 @@ class _Replay:
                 if offload is not None and (flat.dtypes.casts or not offload.params):
                     crossing = flat.shard_nbytes(flat.dtypes.compute)
                     self.log.allocate(crossing, "parameter", unit.name, on_host=offload.params)
-                grads = [flat.shard_nbytes(flat.dtypes.grad) for _ in flat.grads]
-                flat.grads = [self.log.allocate(nbytes, "gradient", unit.name, on_host=host) for nbytes in grads]
+                if flat.grad is not None:
+                    nbytes = flat.shard_nbytes(flat.dtypes.grad)
+                    flat.grad = self.log.allocate(nbytes, "gradient", unit.name, on_host=host)
                 if flat.full is not None:
                     flat.full = self.log.allocate(flat.full_nbytes, "gathered", unit.name)
         for event in (*self.before, *self.replaced.standing):

@@ -104,7 +104,7 @@ class FlatStandIn:
         held: storages of gradients that wait to be copied.
         arrived: the names of parameters whose gradient the running backward has brought.
         with_grad: the names of parameters that have a ``.grad``.
-        grads: the storages of these.
+        grad: the storage of these; None if there is none.
         results: storages of reduced shards that are not published yet.
     """
 
@@ -117,7 +117,7 @@ class FlatStandIn:
     held: list[int] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
     with_grad: set[str] = field(default_factory=set)
-    grads: list[int] = field(default_factory=list)
+    grad: int | None = None
     results: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -140,10 +140,9 @@ class FlatStandIn:
     def clear(self, names: Iterable[str], log: Log) -> None:
         """Set the ``.grad`` of parameters to None."""
         self.with_grad.difference_update(names)
-        if not self.with_grad:
-            for storage in self.grads:
-                log.free(storage)
-            self.grads = []
+        if not self.with_grad and self.grad is not None:
+            log.free(self.grad)
+            self.grad = None
 
 
 class UnitStandIn:
