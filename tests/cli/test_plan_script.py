@@ -299,9 +299,9 @@ def test_what_cannot_be_planned_is_an_error(
         (["missing.py"], "there is no script 'missing.py'"),
         ([], "give a script or --model"),
         (["--model", "x", "--batch", "1"], "--seq belongs to --model: it is missing"),
-        (["train.py", "--batch", "1"], "--batch belongs to --model: a script says itself"),
-        (["train.py", "--precision", "bf16"], "--precision belongs to --model: a script says itself"),
-        (["train.py", "--optimizer", "sgd"], "--optimizer belongs to --model: a script says itself"),
+        (["train.py", "--batch", "1"], "--batch belongs to --model: a script sets it itself"),
+        (["train.py", "--precision", "bf16"], "--precision belongs to --model: a script sets it itself"),
+        (["train.py", "--optimizer", "sgd"], "--optimizer belongs to --model: a script sets it itself"),
     ],
 )
 def test_wrong_arguments_are_named(capfd: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

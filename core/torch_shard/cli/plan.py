@@ -152,7 +152,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("batch", "seq", "precision", "optimizer"):
         value = getattr(arguments, name)
         if value is not None and arguments.model is None:
-            raise ConfigError(f"--{name} belongs to --model: a script says itself.")
+            raise ConfigError(f"--{name} belongs to --model: a script sets it itself.")
         if value is None and arguments.model is not None and name in ("batch", "seq"):
             raise ConfigError(f"--{name} belongs to --model: it is missing.")
     if arguments.script is None:

@@ -27,8 +27,8 @@ class _Reduction:
 class ReplayedReductions:
     """A stand-in for :class:`torch_shard.runtime.reduce_schedule.ReduceSchedule` and ``GradientBuffer``, with their allocations.
 
-    Over Gloo the host collects those reductions that have ended, which depends on the other ranks. What takes most memory is
-    assumed.
+    Over Gloo the host collects those reductions that have ended, which depends on the other ranks. The replay assumes that none
+    ends early, which takes most memory.
     """
 
     def __init__(self, units: Sequence[UnitStandIn], shard_ranks: int, data_parallel: int, log: Log) -> None:

@@ -90,7 +90,7 @@ def run_report(
     sections = [f"<pre>{html.escape(_summary(plan))}</pre>"]
     plots = has_plots()
     sections += [] if plots else [WITHOUT_PLOTS]
-    sections += ["<h2>memory of this rank</h2>", "<p>MiB. Activations are not among it.</p>"]
+    sections += ["<h2>memory of this rank</h2>", "<p>MiB, without activations.</p>"]
     sections += [_memory_plot(kinds)] if plots else []
     sections.append(table(("", "held", "planned"), [row((name, mib(now), mib(then))) for name, now, then in kinds]))
     if history:

@@ -22,7 +22,7 @@ class Candidate:
         checkpointing: the repeated layers keep only their inputs, and recompute the rest in backward. If names of classes are
             given, only the layers of these do.
         activation_offload: the inputs of these layers wait for backward in host memory.
-        micro_batch: the samples of one forward on one rank; None where the step says itself.
+        micro_batch: the samples of one forward on one rank; None if the step sets it.
         accumulation: the number of micro-batches of a step.
     """
 
@@ -68,7 +68,7 @@ class Estimate:
         nbytes: the most bytes on the device at one time, with the allocator's rounding and fragmentation.
         host_nbytes: the most bytes of host memory that tensors take, with offload of any kind.
         seconds: the seconds of one step, for ranking.
-        lacks: how many bytes too few the budget has; 0 for a candidate that fits.
+        lacks: the bytes by which it exceeds the budget; 0 for a candidate that fits.
         kinds: the bytes of each kind at the peak, without rounding.
     """
 

@@ -115,7 +115,7 @@ def search_step(
 Trace = Callable[[Plan, ShardConfig, int | None, list[nn.Module], bool], StepTrace]
 """A function that traces one micro-batch.
 
-It takes the plan, the settings, the number of samples (None: the step says itself), the modules that recompute, and True if the
+It takes the plan, the settings, the number of samples (None if the step sets it), the modules that recompute, and True if the
 inputs of these wait in host memory.
 """
 
@@ -172,7 +172,7 @@ class _Searching:
             for way in ways:
                 self._try(way, saves=not fitting)
             fitting = [each.candidate for each in self.estimates if each.fits]
-            # Where it takes offload, recomputation of all layers may cost less.
+            # If only offload makes it fit, recomputing all layers may be cheaper.
             recomputed = not self.layers or any(way.checkpointing is True for way in ways)
             if any(candidate.offload is None or recomputed for candidate in fitting):
                 break
@@ -223,7 +223,7 @@ class _Searching:
         usual, savers = (list(self._possible(way, settings)) for settings in (self._strategies(), self._savers()))
         groups = [usual, savers] if saves else [usual]
         if trace.peak(kinds=_KEPT).total > self.hardware.budget:
-            groups = [(savers or usual)[-1:]]  # for what it lacks
+            groups = [(savers or usual)[-1:]]  # nothing can fit; this one says how much is missing
         for group in groups:
             fits = [self._estimate(candidate, config, trace) for candidate, config in group]
             if any(fits):
@@ -243,7 +243,7 @@ class _Searching:
         plan = make_plan(self.model, config, candidate.shard_size or ranks)
         step = sharded_step(trace, plan, config, data_parallel=ranks, accumulates=candidate.accumulation > 1)
         peak = step.peak()
-        if not self.states:  # that of the optimizer is the same under all strategies but those with several replicas
+        if not self.states:  # The optimizer's state is equally large under all strategies without replicas.
             of_optimizer = sum(step.peak(device, ["optimizer state"]).total for device in {"cpu", step.device})
             self.states = self.plan.predicted.total - self.plan.predicted.optimizer + of_optimizer
         nbytes = peak.total if self.hardware.on == "cpu" else reserved_by(step).reserved
@@ -258,7 +258,7 @@ class _Searching:
         return estimate.fits
 
     def _strategies(self) -> Iterator[Candidate]:
-        """Yield what differs by strategy, prefetch, and the size of shard groups."""
+        """Yield the strategies, with their prefetch and shard sizes."""
         ranks, per_node = self.hardware.ranks, self.hardware.ranks_per_node
         if ranks > 1:
             yield Candidate("full_shard")
@@ -271,7 +271,7 @@ class _Searching:
         yield Candidate("no_shard")
 
     def _savers(self) -> Iterator[Candidate]:
-        """Yield what takes less memory than :meth:`_strategies`, and more time; last what takes least."""
+        """Yield settings that take less memory and more time; the one that takes least comes last."""
         several = self.hardware.ranks > 1
         if several:
             yield Candidate("full_shard", prefetch=0)

@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         return tuple(map(self._outside_step, args)), {name: self._outside_step(v) for name, v in kwargs.items()}
 
     def _outside_step(self, value: Any) -> Any:
-        """Return what an optimizer's step is called with; a closure, which computes the loss, doesn't count to the step."""
+        """Return what an optimizer's step is called with; a closure, which computes the loss, is not part of the step."""
         if not callable(value):
             return value
 

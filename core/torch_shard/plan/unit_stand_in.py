@@ -18,7 +18,7 @@ from .step_trace import Allocation, CollectiveStart, CollectiveWait, Event, Free
 
 
 class Log:
-    """The events of a replay. Buffers of reductions are used again as those of ``Collectives`` are.
+    """The events of a replay. It reuses buffers of reductions as `Collectives` does.
 
     Attributes:
         events: the events so far.
