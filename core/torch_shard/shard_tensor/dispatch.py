@@ -16,7 +16,7 @@ import torch
 from .changes import changing, remember
 from .reductions import REDUCTIONS, foreach_norm, unscale_and_check
 from .spec import ShardSpec, broadcast_shard, gather_error, refuse_unreduced, same_cut, shard_of_full
-from .state import differs
+from .state import is_unreduced
 from .tensor import ShardTensor
 from .views import VIEWS, following, view
 
@@ -98,7 +98,7 @@ def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, ShardTensor):
             state = value._shard_state
-            own, mixed = state.spec, mixed or state.mixed or (state.unreduced and not state.cleared)
+            own, mixed = state.spec, mixed or state.unreduced or state.mixed
             if spec is None:
                 spec = own
             elif own is not spec and not same_cut(spec, own):
@@ -124,7 +124,7 @@ def _elementwise(func: Any, name: str, base: str, args: tuple[Any, ...], kwargs:
     # The shards are 1-D, and the result's strides are those of the parameter, whatever was asked for.
     local_kwargs.pop("memory_format", None)
     if target is not None:
-        if mixed or target._shard_state.cleared:
+        if mixed:
             _mix(target, func, args[1:2] if base in _OVERWRITES else (*args, *kwargs.values()))
         with changing([target], args[1:2] if base == "copy" else ()):
             func(*local_args, **local_kwargs)
@@ -153,8 +153,7 @@ def _mix(target: Any, func: Any, sources: Sequence[Any]) -> None:
     state = target._shard_state
     if state.unit_ref is not None:
         refuse_unreduced(sources, func)
-    state.mixed = any(map(differs, sources))
-    state.cleared = state.unreduced and not state.mixed
+    state.mixed = any(map(is_unreduced, sources))
 
 
 def _count_edit(target: ShardTensor) -> None:
@@ -190,7 +189,7 @@ def alias(source: Any) -> ShardTensor:
     result._shard_state.origin = source._shard_state.origin
     if source._unit_ref is None:
         result._shard_state.copied_from = source._shard_state.copied_from
-        result._shard_state.mixed = differs(source)
+        result._shard_state.mixed = is_unreduced(source)
     return following(source, result)
 
 
@@ -253,7 +252,7 @@ def _common_specs(func: Any, args: Any, kwargs: Any) -> tuple[list[ShardSpec | N
         for i, item in enumerate(value):
             if isinstance(item, ShardTensor):
                 known = specs[i]
-                mixed[i] = mixed[i] or differs(item)
+                mixed[i] = mixed[i] or is_unreduced(item)
                 if known is None:
                     specs[i] = item._spec
                 elif not same_cut(known, item._spec):
@@ -299,8 +298,8 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
     if in_place or result is None:
         return args[0] if result is not None else None
     wrapped = [t if spec is None else ShardTensor._wrap(t, spec) for t, spec in zip(result, specs, strict=True)]
-    for t, is_mixed in zip(wrapped, mixed, strict=True):
-        if is_mixed:
+    for t, differs in zip(wrapped, mixed, strict=True):
+        if differs:
             t._shard_state.mixed = True
     return wrapped
 

@@ -15,7 +15,7 @@ from ..layout.dtensor_placement import is_dtensor, part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 from ..utils.pytree import tensors_in
-from .state import STATE, differs
+from .state import STATE, is_unreduced
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ def refuse_unreduced(operands: Any, what: Any) -> None:
         NeedsGatherError: one of the operands, which may be nested, is such a tensor.
     """
     for t in tensors_in(operands):
-        if differs(t):
+        if is_unreduced(t):
             spec: ShardSpec = getattr(t, STATE).spec
             raise NeedsGatherError(
                 f"rank {spec.world_rank}: {getattr(what, '_opname', what)} of the gradient of {spec.name} needs all of it, "

@@ -35,7 +35,6 @@ class ShardState:
         converted: the tensor is a parameter, converted to another dtype or device.
         copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
-        cleared: all ranks have overwritten such a gradient by one number, with zero_grad() perhaps.
         mixed: the tensor was computed from such gradients, so that the ranks hold shards of different tensors.
         outdated: an optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient without the part that was deferred, because a backward has failed.
@@ -50,7 +49,6 @@ class ShardState:
     converted = False
     copied_from: Origin | None = None
     unreduced = False
-    cleared = False
     mixed = False
     outdated: tuple[str, int] | None = None
     lost = False
@@ -108,7 +106,7 @@ class ShardState:
         """Copy the marks of `other`, the state of the gradient or result of which this tensor is a copy."""
         self.origin = None if other.origin is None else other.origin.forgotten
         self.converted = other.converted
-        self.unreduced, self.cleared, self.mixed = other.unreduced, other.cleared, other.mixed
+        self.unreduced, self.mixed = other.unreduced, other.mixed
         self.outdated, self.lost = other.outdated, other.lost
 
 
@@ -121,9 +119,3 @@ def is_unreduced(grad: torch.Tensor | None) -> bool:
     """Return True if `grad` is a sharded parameter's gradient that is this rank's own, not reduced yet, or a result of one."""
     state: ShardState | None = getattr(grad, STATE, None)
     return state is not None and (state.unreduced or state.mixed)
-
-
-def differs(tensor: torch.Tensor) -> bool:
-    """Return True if the ranks hold shards of different tensors: of gradients that are not reduced, or of results of these."""
-    state: ShardState | None = getattr(tensor, STATE, None)
-    return state is not None and (state.mixed or (state.unreduced and not state.cleared))

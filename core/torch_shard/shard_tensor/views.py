@@ -16,7 +16,7 @@ import torch
 from ..errors import LayoutError
 from .host_memory import pending_writes_of
 from .spec import ShardSpec, gather_error, refuse_unreduced
-from .state import differs, is_unreduced
+from .state import is_unreduced
 from .tensor import ShardTensor
 
 _NAMES = """
@@ -86,7 +86,7 @@ def _over(source: Any, like: torch.Tensor, found: torch.Tensor, func: Any) -> Sh
     start = found.storage_offset()
     if found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype and not start:
         same = ShardTensor._wrap(local, spec, source._unit_ref)
-        same._shard_state.mixed = differs(source)
+        same._shard_state.mixed = is_unreduced(source)
         return following(source, same)
     refuse_unreduced(source, func)
     known = found.dtype == like.dtype and func._opname != "as_strided" and spec.part is None

@@ -406,10 +406,7 @@ class GradientBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             for i in deferred:
                 param = self.params[i]
-                shown = own_grad(param)
-                if isinstance(shown, ShardTensor):
-                    shown._shard_state.cleared = False
-                if shown is None:
+                if own_grad(param) is None:
                     own = own or self._own_shards()
                     deferred_grad = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
                     deferred_grad._shard_state.unreduced = True
