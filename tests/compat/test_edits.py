@@ -260,7 +260,7 @@ def test_a_copy_from_before_an_edit_that_leaves_no_trace_is_not_saved_with_the_v
     pair = Pair(lambda: nn.Sequential(HalvesItself(5, 6), nn.Linear(6, 3)), rank, world_size, unit_bytes=100)
     number = 0 if how == "in a forward" else 1
     weight, expected = pair.model[number].weight, pair.plain[number].weight.detach().clone()
-    backup = weight.detach().clone()
+    backup, narrow = weight.detach().clone(), weight.detach().float()
     if number:
         weight.to_local()[: 1 - rank].add_(1)  # an element of one rank
     else:
@@ -269,3 +269,7 @@ def test_a_copy_from_before_an_edit_that_leaves_no_trace_is_not_saved_with_the_v
     with pytest.raises(ShardPicklingError):
         torch.save(backup, io.BytesIO())
     assert torch.equal(backup.full_tensor(), expected)
+    if not number:
+        with pytest.raises(ShardPicklingError):
+            torch.save(narrow, io.BytesIO())
+        assert torch.equal(narrow.full_tensor(), expected.float())

@@ -9,6 +9,7 @@ from torch import nn
 
 import torch_shard
 from tests.support.bad_input_helpers import Net, small, step
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from tests.support.shard_cases import REDUCTIONS
 from tests.support.shard_helpers import SHAPES, GroupComm, same, sharded, values
@@ -149,10 +150,11 @@ def test_the_check_for_non_finite_gradients_sees_all_ranks(rank, world_size):
         same(shards["cube"], plain["cube"])
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2)
-def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank, world_size):
+def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank, world_size, strategy):
     model = Net()
-    engine = torch_shard.shard(model, **small)
+    engine = torch_shard.shard(model, strategy=strategy, **small)
     weight = model.left.weight
     with engine.no_sync():
         step(model)
@@ -183,7 +185,28 @@ def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank,
             read(weight.grad)
     accumulated.zero_()
     assert accumulated.sum() == 0
+    for clear in (weight.grad.zero_, lambda: torch._foreach_zero_([weight.grad])):
+        clear()
+        assert weight.grad.norm() == 0
+        with engine.no_sync():
+            step(model)
+        with pytest.raises(NeedsGatherError, match="of the gradient of left"):
+            weight.grad.norm()
     step(model)
     same(weight.grad.norm(), weight.grad.full_tensor().norm())
     accumulated.copy_(weight.grad).add_(1)
     assert torch.equal(accumulated.full_tensor(), weight.grad.full_tensor() + 1)
+
+
+@ranks(1)
+def test_a_single_rank_reads_its_gradient_under_no_sync_as_plain_torch_does(rank, world_size):
+    model = Net()
+    plain = copy.deepcopy(model)
+    engine = torch_shard.shard(model, **small)
+    with engine.no_sync():
+        step(model)
+    step(plain)
+    grad, expected = model.left.weight.grad, plain.left.weight.grad
+    same(grad.abs().max(), expected.abs().max())
+    same(grad.full_tensor(), expected)
+    same(nn.utils.get_total_norm([grad]), nn.utils.get_total_norm([expected]))

@@ -28,6 +28,7 @@ class Origin(NamedTuple):
         name: the parameter's name.
         version, number: the version of the model, and the number of the parameter's values in it.
         copied: the version counter of the copy.
+        untraced: the unit's count of forwards that may have changed values without a trace.
     """
 
     unit_ref: weakref.ref[Any]
@@ -35,6 +36,7 @@ class Origin(NamedTuple):
     version: tuple[int, int, int]
     number: int
     copied: int
+    untraced: int
 
 
 def changing(targets: Sequence[Any], sources: Sequence[Any] = ()) -> contextlib.AbstractContextManager[Any]:
@@ -72,12 +74,15 @@ def has_values_of(value: Any, param: ShardTensor) -> bool:
 
 def is_current_copy(value: ShardTensor) -> bool:
     """Return True if `value` is a copy of a parameter of the same dtype, and neither can have changed since then."""
-    if not _has_present_version(value):
+    origin = value._shard_state.copied_from
+    if origin is None or not _has_present_version(value):
         return False
-    unit: Any = value._shard_state.copied_from.unit_ref()  # type: ignore[union-attr]
+    unit: Any = origin.unit_ref()
+    # A change without a trace may be one of another rank's elements.
+    if unit.exposed or unit.untraced != origin.untraced:
+        return False
     flat, index = unit.find(value)
-    # A change that was not counted may be one of another rank's elements.
-    return not unit.edited_untraced and same_bits(value._local, flat.params[index]._local)
+    return same_bits(value._local, flat.params[index]._local)
 
 
 def _has_present_version(value: ShardTensor) -> bool:
@@ -132,7 +137,7 @@ def remember(copy: ShardTensor, source: Any) -> None:
         name, versions = source._spec.name, unit.runtime.versions
         number, ref = versions.edits.number(name), state.unit_ref
         assert ref is not None
-        copy._shard_state.copied_from = Origin(ref, name, versions.present, number, copy._local._version)
+        copy._shard_state.copied_from = Origin(ref, name, versions.present, number, copy._local._version, unit.untraced)
     elif (origin := state.copied_from) is not None and origin.copied == source._local._version:
         copy._shard_state.copied_from = origin._replace(copied=copy._local._version)
     elif (named := state.state_of) is not None and (original := named.original(source)) is not None:

@@ -87,7 +87,7 @@ class Derivation:
         if unit is None:
             return None
         versions = unit.runtime.versions
-        return *versions.present, versions.edits.digest
+        return *versions.present, versions.edits.digest, unit.untraced
 
 
 def note(call: FunctionCall, results: Iterable[Any], operands: Iterable[list[Any]]) -> None:
@@ -156,9 +156,9 @@ def _is_known(tensor: ShardTensor, unit: UnitPort) -> bool:
     if tensor._unit_ref is not None:
         own = tensor._unit
         return own is not None and own.runtime is unit.runtime
-    if (copied_from := tensor._shard_state.copied_from) is not None and is_current_copy(tensor):
+    if (copied_from := tensor._shard_state.copied_from) is not None:
         own = copied_from.unit_ref()
-        return own is not None and own.runtime is unit.runtime
+        return own is not None and own.runtime is unit.runtime and is_current_copy(tensor)
     origin = tensor._shard_state.origin
     if origin is None or origin.call is None or not origin.is_current:
         return False
@@ -169,7 +169,7 @@ def full_values(tensor: ShardTensor, read: Read) -> torch.Tensor:
     """Return the full values of a parameter, or of a tensor computed from some; ``read(parameter)`` returns one in full."""
     if tensor._unit_ref is not None:
         return read(tensor)
-    if (copied_from := tensor._shard_state.copied_from) is not None and is_current_copy(tensor):
+    if (copied_from := tensor._shard_state.copied_from) is not None:
         unit: Any = copied_from.unit_ref()
         flat, index = unit.find(tensor)
         return read(flat.params[index])

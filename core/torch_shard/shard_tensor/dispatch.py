@@ -16,7 +16,7 @@ import torch
 from .changes import changing, remember
 from .reductions import REDUCTIONS, foreach_norm, unscale_and_check
 from .spec import ShardSpec, broadcast_shard, gather_error, refuse_unreduced, same_cut, shard_of_full
-from .state import is_unreduced
+from .state import is_mixed
 from .tensor import ShardTensor
 from .views import VIEWS, following, view
 
@@ -98,7 +98,7 @@ def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, ShardTensor):
             state = value._shard_state
-            own, mixed = state.spec, mixed or state.unreduced or state.mixed
+            own, mixed = state.spec, mixed or state.mixed
             if spec is None:
                 spec = own
             elif own is not spec and not same_cut(spec, own):
@@ -153,7 +153,7 @@ def _mix(target: Any, func: Any, sources: Sequence[Any]) -> None:
     state = target._shard_state
     if state.unit_ref is not None:
         refuse_unreduced(sources, func)
-    state.mixed = any(map(is_unreduced, sources))
+    state.mixed = any(map(is_mixed, sources))
 
 
 def _count_edit(target: ShardTensor) -> None:
@@ -189,7 +189,7 @@ def alias(source: Any) -> ShardTensor:
     result._shard_state.origin = source._shard_state.origin
     if source._unit_ref is None:
         result._shard_state.copied_from = source._shard_state.copied_from
-        result._shard_state.mixed = is_unreduced(source)
+        result._shard_state.mixed = source._shard_state.mixed
     return following(source, result)
 
 
@@ -252,7 +252,7 @@ def _common_specs(func: Any, args: Any, kwargs: Any) -> tuple[list[ShardSpec | N
         for i, item in enumerate(value):
             if isinstance(item, ShardTensor):
                 known = specs[i]
-                mixed[i] = mixed[i] or is_unreduced(item)
+                mixed[i] = mixed[i] or is_mixed(item)
                 if known is None:
                     specs[i] = item._spec
                 elif not same_cut(known, item._spec):
@@ -287,7 +287,7 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
         overwrites = name in ("_foreach_copy_", "_foreach_zero_")
         for i, t in enumerate(args[0]):
             if mixed[i]:
-                lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+                lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)) and value]
                 _mix(t, func, [value[i] for value in (lists[1:] if overwrites else lists)])
     with changing(args[0] if in_place else (), args[1] if name == "_foreach_copy_" else ()):
         result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})

@@ -25,6 +25,7 @@ class UnitPort(Protocol):
     """The part of a unit that its parameters use."""
 
     exposed: bool  # the user was given the memory of a shard
+    untraced: int  # the number of forwards in which the user may have changed values without a trace
 
     @property
     def collectives(self) -> Collectives: ...
@@ -40,10 +41,6 @@ class UnitPort(Protocol):
     @property
     def rounding(self) -> bool:
         """True if some of the unit's parameters are rounded stochastically."""
-
-    @property
-    def edited_untraced(self) -> bool:
-        """True if the user may have edited values without a trace: in a shard's memory, or in ``.data`` within a forward."""
 
     @property
     def installed(self) -> bool:

@@ -15,7 +15,7 @@ from ..layout.dtensor_placement import is_dtensor, part_given
 from ..layout.flat_layout import Box, FlatLayout
 from ..layout.tensor_part import TensorPart
 from ..utils.pytree import tensors_in
-from .state import STATE, is_unreduced
+from .state import STATE, is_mixed
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +121,14 @@ def gather_error(operands: Any, what: Any, why: str = "needs the full parameter"
 def refuse_unreduced(operands: Any, what: Any) -> None:
     """Raise if a function needs all elements of a gradient whose reduction ``no_sync()`` defers, or of a result of one.
 
-    Each rank holds a shard of a gradient of its own, so that the shards together are no tensor.
+    Each rank holds a shard of a gradient of its own, so that the shards together are no tensor. With ``no_shard`` it holds all of
+    that, but divided by the number of ranks already.
 
     Raises:
         NeedsGatherError: one of the operands, which may be nested, is such a tensor.
     """
     for t in tensors_in(operands):
-        if is_unreduced(t):
+        if is_mixed(t):
             spec: ShardSpec = getattr(t, STATE).spec
             raise NeedsGatherError(
                 f"rank {spec.world_rank}: {getattr(what, '_opname', what)} of the gradient of {spec.name} needs all of it, "

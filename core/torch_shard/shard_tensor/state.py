@@ -35,7 +35,8 @@ class ShardState:
         converted: the tensor is a parameter, converted to another dtype or device.
         copied_from: the parameter whose values the tensor has, if it is a copy; see :mod:`.changes`.
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
-        mixed: the tensor was computed from such gradients, so that the ranks hold shards of different tensors.
+        mixed: the tensor is such a gradient, or was computed from one, and several ranks hold shards of different
+            tensors in its place.
         outdated: an optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient without the part that was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
@@ -119,3 +120,9 @@ def is_unreduced(grad: torch.Tensor | None) -> bool:
     """Return True if `grad` is a sharded parameter's gradient that is this rank's own, not reduced yet, or a result of one."""
     state: ShardState | None = getattr(grad, STATE, None)
     return state is not None and (state.unreduced or state.mixed)
+
+
+def is_mixed(tensor: Any) -> bool:
+    """Return True if the ranks hold shards of different tensors, see :class:`ShardState`."""
+    state: ShardState | None = getattr(tensor, STATE, None)
+    return state is not None and state.mixed

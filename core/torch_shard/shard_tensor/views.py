@@ -86,7 +86,7 @@ def _over(source: Any, like: torch.Tensor, found: torch.Tensor, func: Any) -> Sh
     start = found.storage_offset()
     if found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype and not start:
         same = ShardTensor._wrap(local, spec, source._unit_ref)
-        same._shard_state.mixed = is_unreduced(source)
+        same._shard_state.mixed = source._shard_state.mixed
         return following(source, same)
     refuse_unreduced(source, func)
     known = found.dtype == like.dtype and func._opname != "as_strided" and spec.part is None

@@ -406,11 +406,14 @@ class GradientBuffer:
         with torch._C.DisableTorchFunctionSubclass():
             for i in deferred:
                 param = self.params[i]
-                if own_grad(param) is None:
+                shown: Any = own_grad(param)
+                if shown is None:
                     own = own or self._own_shards()
-                    deferred_grad = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
-                    deferred_grad._shard_state.unreduced = True
-                    set_own_grad(param, deferred_grad)
+                    shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
+                    shown._shard_state.unreduced = True
+                    set_own_grad(param, shown)
+                if is_unreduced(shown):  # also one that the user has cleared in the meantime
+                    shown._shard_state.mixed = self.collectives.data_parallel_size > 1
             self.accumulation.note(deferred)
         if self.host is not None and own:
             self.host.pending_writes.block_reads(self._present_grads())

@@ -101,6 +101,7 @@ class Unit:
         # Under `shard_optim`. outdated: parameters may have changed since the last unshard, as all ranks agree.
         # exposed: the user was given the memory of a shard, where changes leave no trace.
         self.outdated = self.exposed = False
+        self.untraced = 0  # the number of forwards in which `.data` was read, where changes leave no trace
         self.full_bytes = 0  # the bytes of the unsharded parameters, where these have memory of their own
         self._counted_bytes = 0  # the bytes that the statistics count now for this unit
         self._streams = self.collectives.streams
@@ -397,6 +398,7 @@ class Unit:
         elif self._data_was_taken():
             # Sharded and unsharded parameters share memory here, so that edits need no copy. But `.data = ` may have given
             # an unsharded parameter other memory.
+            self.untraced += 1
             for flat in self.flats:
                 flat.check_places()
 
@@ -436,6 +438,7 @@ class Unit:
         if self.checks or taken:
             flats = [flat for flat in self.flats if flat.gathers]
             if taken:
+                self.untraced += 1
                 for flat in flats:
                     flat.check_places()
             unseen = [flat for flat in flats if flat not in edited and flat.edited_unseen()]
@@ -446,11 +449,6 @@ class Unit:
             with self.runtime.versions.change() if counts else contextlib.nullcontext():
                 for flat in edited:
                     flat.take_edits()
-
-    @property
-    def edited_untraced(self) -> bool:
-        """True if the user may have edited values without a trace: in a shard's memory, or in ``.data`` within a forward."""
-        return self.exposed or self._data_was_taken()
 
     def _data_was_taken(self) -> bool:
         return any([getattr(p, "data_taken", False) for flat in self.flats for p in flat.unsharded_params])  # noqa: C419 (hot)
