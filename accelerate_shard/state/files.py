@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +105,7 @@ def read(path: Path, weights_only: bool, share: tuple[int, int] = (0, 1), **opti
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or of a run with other objects.")
-    if zipfile.is_zipfile(path):  # else torch wrote it in its old format, without checksums, or the end is cut off
-        refuse_damaged(path, *share)
+    refuse_damaged(path, *share)
     options = {"map_location": "cpu", **options, "weights_only": weights_only}
     remedy = "ShardPlugin(weights_only=False) or load_state(..., load_kwargs={'weights_only': False})"
     return read_pickled(lambda: accelerates_load(path, **options), path, remedy)

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils.constants import SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.constants import SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 
 from torch_shard import ShardTensor
 from torch_shard.errors import CheckpointError
 from torch_shard.frontend import is_parameter, map_tensors, shard_like, tensors_of
+from torch_shard.frontend.checkpoint import refuse_damaged
 from torch_shard.log import logger
 
 from .files import CUSTOM, numbered, random_states, read
@@ -86,6 +87,9 @@ class SmallState:
         self._custom = [
             read(self.folder / _file_name(number), **options) for number in range(len(accelerator._custom_objects))
         ]
+        for name in os.listdir(self.folder):
+            if name.startswith((SAMPLER_NAME, "dl_state_dict")):
+                refuse_damaged(self.folder / name)
         own = self._states.get(accelerator.process_index)
         if own is not None:
             read(self.folder / own, weights_only=True)

@@ -11,7 +11,6 @@ import functools
 import os
 import types
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,9 +140,11 @@ def load_optimizer(trainer: Any, own: Callable[[str | None], None], checkpoint: 
     optimizer = plain_optimizer(trainer.optimizer)
 
     def read() -> tuple[Any, Any]:
-        for path, share in zip(paths, ((engine.rank, engine.world_size), (0, 1)), strict=True):
-            if zipfile.is_zipfile(path):
-                refuse_damaged(Path(path), *share)
+        # The ranks divide the larger file among them, unless each node has its own.
+        refuse_damaged(
+            Path(paths[0]), *((0, 1) if trainer.args.save_on_each_node else (engine.rank, engine.world_size))
+        )
+        refuse_damaged(Path(paths[1]))
         state = torch.load(paths[0], map_location="cpu", mmap=True, weights_only=True)
         with warnings.catch_warnings():
             # torch's warnings about saving and loading schedulers are not meant for the user of a Trainer.

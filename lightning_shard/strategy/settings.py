@@ -118,6 +118,8 @@ class SettingsMixin(MixinBase):  # type: ignore[misc]
             ConfigError: a value is bad.
         """
         fields, own = split_settings(settings)
+        if "ignore" in fields:  # beside what the program ignores, whose values may differ between ranks
+            fields["ignore"] = (*self._config.ignore, *fields["ignore"])
         kept = {field.name: getattr(self._settings, field.name) for field in dataclasses.fields(StrategySettings)}
         self._keep_settings(dataclasses.replace(self._config, **fields), {**kept, **own})
 

@@ -396,7 +396,7 @@ BOTH_SIDES: dict[str, Read] = {
     "a norm": lambda m, e: m.head.weight.detach().norm().item(),
     "a forward": without_gradients(lambda m, e: m(torch.ones(1, 5)).sum().item()),
     "gathered": lambda m, e: _sum_gathered(m, e),
-    "a state dict": lambda m, e: e.state_dict()["head.weight"].sum().item(),
+    "a state dict": lambda m, e: e.state_dict(rank0_only=False)["head.weight"].sum().item(),
 }
 
 
@@ -405,9 +405,12 @@ def _sum_gathered(model: nn.Module, engine: torch_shard.Engine) -> float:
         return model.head.weight.sum().item()
 
 
-@pytest.mark.parametrize("read", BOTH_SIDES)
+@pytest.mark.parametrize("readers", ["0, then 0 1", *exhaustive("0, then 0", "0 1, then 0 1", "1, then 0")])
+@pytest.mark.parametrize("read", ["a norm", "a forward", *exhaustive("gathered", "a state dict")])
 @ranks(2, exhaustive=(3,))
-def test_a_rank_reads_alone_on_both_sides_of_a_backward(rank: int, read: str) -> None:
+def test_ranks_read_alone_one_after_the_other_on_both_sides_of_a_backward(
+    rank: int, read: str, readers: tuple[tuple[int, ...], ...]
+) -> None:
     torch.manual_seed(0)
     model = MLP()
     engine = torch_shard.shard(model, unit_bytes=300, timeout=LIMIT)
@@ -415,10 +418,11 @@ def test_a_rank_reads_alone_on_both_sides_of_a_backward(rank: int, read: str) ->
     for step in range(4):  # first until a backward ends without waiting for the other ranks
         loss = loss_of(model(batch(rank, step).float()))
         found = []
-        for work in (loss.backward, optimizer.step):
-            if rank == 0 and step > 1:
-                found.append(BOTH_SIDES[read](model, engine))
-            dist.barrier()
+        for work, alone in zip((loss.backward, optimizer.step), readers.split(", then "), strict=True):
+            for reader in map(int, alone.split()):
+                if rank == reader and step > 1:
+                    found.append(BOTH_SIDES[read](model, engine))
+                dist.barrier()
             work()
         optimizer.zero_grad()
         assert len({*found}) <= 1, "the model has not changed between the two reads"

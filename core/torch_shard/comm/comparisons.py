@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -67,10 +68,9 @@ class Comparisons:
         self.service: Service | None = None
         self.partners: Partners | None = None
         self._left: Pending | None = None  # the all-reduce that this rank has left behind to read alone
-        self._owed = 0  # the number of a comparison that late ranks may still come to, see `settle`
-        # The comparison that `begin` has sent, and the function to call with True once all ranks have come, or with False if
-        # that fails.
-        self._unfinished: tuple[Pending, Callable[[bool], None]] | None = None
+        self._owed = 0  # the number of a comparison, or a higher one, that late ranks may still come to, see `settle`
+        # The comparison that `begin` has sent, and the function to call at its end; see there.
+        self._unfinished: tuple[Pending, Callable[[bool, bool], None]] | None = None
         self._finishing = threading.RLock()
         self._error: Exception | None = None  # why it has failed: a partner has destroyed its process groups
 
@@ -157,7 +157,12 @@ class Comparisons:
 
     # -- a comparison that is under way while this rank goes on -------------------------------------------------
     def begin(
-        self, watchdog: Watchdog, message: torch.Tensor, flags: torch.Tensor, what: str, then: Callable[[bool], None]
+        self,
+        watchdog: Watchdog,
+        message: torch.Tensor,
+        flags: torch.Tensor,
+        what: str,
+        then: Callable[[bool, bool], None],
     ) -> None:
         """Send the message of a rank that :attr:`Purpose.WORKS`, and don't wait: :meth:`finish` does. Collective.
 
@@ -165,15 +170,17 @@ class Comparisons:
 
         Args:
             watchdog, message, flags, what: the arguments of :meth:`all_reduce`.
-            then: a function, which is called with True once all ranks have come, or with False if that fails.
+            then: a function, which is called once all ranks have come, with True, or with False if that fails. Its second
+                argument is that of :meth:`finish`.
         """
         self._unfinished = self._issue(watchdog, message, flags, what, Purpose.WORKS), then
 
-    def finish(self, *, only_if_known: bool = False) -> bool:
+    def finish(self, *, only_if_known: bool = False, repeats: bool = True) -> bool:
         """End the comparison that :meth:`begin` has begun, if there is one.
 
         Args:
             only_if_known: leave it under way if some ranks have not come yet.
+            repeats: if it has to be repeated, wait for the repetition, too, rather than only begin it.
 
         Returns:
             True if there was one, which has ended.
@@ -190,24 +197,27 @@ class Comparisons:
                     self._end_left(pending.what)
                 pending.wait()
             except BaseException:
-                then(False)
+                then(False, repeats)
                 raise
-            then(True)
+            then(True, repeats)
             return True
 
     def finish_for(self, purpose: Purpose, alone_after: float, seconds: float) -> bool:
         """End the comparison that :meth:`begin` has begun, before one for which this rank comes with `purpose`.
 
         A partner does not know that the former has to be repeated, because a rank had read alone, until it looks at the result,
-        and it may do something else before that. So a rank that reads does not wait for it; all compare once more later.
+        and it may do something else before that. So a rank that reads does not wait for it, nor for its repetition; all compare
+        once more later.
 
         Returns:
             False if this rank reads alone, while that comparison is still under way.
         """
-        if self._unfinished is not None and purpose is not Purpose.WORKS and self.service is not None:
-            pending, _ = self._unfinished
-            if not self._come(pending, purpose, alone_after, seconds):
+        reads = purpose is not Purpose.WORKS and self.service is not None
+        while reads and (unfinished := self._unfinished) is not None:
+            if not self._come(unfinished[0], purpose, alone_after, seconds):
+                self._owed = sys.maxsize
                 return False
+            self.finish(repeats=False)
         self.finish()
         return True
 
@@ -231,6 +241,7 @@ class Comparisons:
         owed, self._owed = self._owed, 0
         if self.partners is None or self.service is None:
             return
+        owed = min(owed, self.service.issued)
         self.service.reads = False  # this rank reads the present version no more
         if not owed:
             return

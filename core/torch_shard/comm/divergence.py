@@ -132,9 +132,9 @@ class OperationSequence:
     ) -> None:
         """Compare the ranks' sequences as :meth:`check` does, but go on before the others have come. Collective.
 
-        The comparison ends in :meth:`finish`, before the next one of any engine, before a change of the parameters, and in a
-        wait in which it has become known that the sequences differ. There `then` is called with what ``check`` would return,
-        or with None before an error is raised.
+        The comparison ends in :meth:`finish`, before the next one of any engine (unless this rank comes there to read, and
+        reads alone), before a change of the parameters, and in a wait in which it has become known that the sequences differ.
+        There `then` is called with what ``check`` would return, or with None before an error is raised.
         """
         comparisons = self._comparisons
         comparisons.finish()
@@ -142,9 +142,12 @@ class OperationSequence:
         meeting.line = caller_line()
         if payload is not None:
             self.hash, self.history = 0, []
+        self._send(meeting, then)
+
+    def _send(self, meeting: _Meeting, then: Callable[[torch.Tensor | None], None]) -> None:
         message, flags = meeting.message()
         ended = functools.partial(self._finish, meeting, message, then)
-        comparisons.begin(self.collectives.watchdog, message, flags, what, ended)
+        self._comparisons.begin(self.collectives.watchdog, message, flags, meeting.what, ended)
 
     def _finish(
         self,
@@ -152,13 +155,20 @@ class OperationSequence:
         message: torch.Tensor,
         then: Callable[[torch.Tensor | None], None],
         have_come: bool,
+        repeats: bool,
     ) -> None:
-        found = None
+        found, goes_on = None, False
         try:
-            if have_come:
-                found = message if self._is_met(meeting, message) else self._compare(meeting)
+            if have_come and self._is_met(meeting, message):
+                found = message
+            elif have_come and repeats:
+                found = self._compare(meeting)
+            elif have_come:
+                self._send(meeting, then)
+                goes_on = True
         finally:
-            then(None if found is None else found[_HEAD : _HEAD + meeting.length])
+            if not goes_on:
+                then(None if found is None else found[_HEAD : _HEAD + meeting.length])
 
     def finish(self) -> None:
         """End the comparison that has begun, if there is one.

@@ -46,7 +46,7 @@ def clip_norm(
         # The engine takes plain parameters, too: they count with rank 0's gradients, so that all ranks scale alike.
         return found[0].clip_grad_norm_(max_norm, norm_type, parameters, error_if_nonfinite)
     own = {id(p) for engine in found for unit in engine.units for flat in unit.flats for p in flat.params}
-    if found and any(p.grad is not None and id(p) not in own for p in parameters):
+    if found and any(p.requires_grad and id(p) not in own for p in parameters):
         raise ConfigError(
             "clipping by norm: parameters of several sharded models, with others that are not sharded (left out by "
             "ShardConfig.ignore or ShardPlugin.ignore, or of a model that is not prepared). Their gradients differ between the "

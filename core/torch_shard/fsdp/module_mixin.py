@@ -59,7 +59,7 @@ class WrappedModule:
         module: Any = self
         if deferred_wrap.is_pending(module):
             if any(t.device.type == "meta" for t in (*module.parameters(), *module.buffers())):
-                deferred_wrap.engine_around(module, _named_in(module, state_dict) if strict else None)
+                deferred_wrap.engine_around(module, _filled(module, state_dict, strict))
             elif any(isinstance(value, ShardTensor) for value in state_dict.values()):
                 deferred_wrap.engine_around(module)
             # Parameters have memory now, to which values are copied.
@@ -80,10 +80,19 @@ class WrappedModule:
         return super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
 
 
-def _named_in(module: nn.Module, state_dict: Mapping[str, Any]) -> set[int]:
-    """Return the ids of the parameters and buffers to which a strict load of `state_dict` gives values, if it does not raise."""
-    own = nn.Module.state_dict(module, keep_vars=True)  # the class's own method may take no arguments
-    return {id(tensor) for name, tensor in own.items() if name in state_dict}
+def _filled(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> set[int]:
+    """Return the ids of the parameters and buffers to which a load gives values, if it does not raise.
+
+    If it is strict, these are all that belong in a state dict, whatever the module's hooks make of the names in this one.
+    """
+    found = set()
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for own, left_out in ((part._parameters, ()), (part._buffers, part._non_persistent_buffers_set)):
+            for name, tensor in own.items():
+                named = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and name not in left_out and (strict or named in state_dict):
+                    found.add(id(tensor))
+    return found
 
 
 # The class made of a wrapper's and a wrapped module's class: one for each pair, so that equal modules have one type.

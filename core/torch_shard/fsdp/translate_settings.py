@@ -32,7 +32,6 @@ from ..config.precision import NONE, Precision
 from ..errors import ConfigError, SetupError
 from ..frontend.fsdp_settings import SHARDING_STRATEGIES, precision_of_policy
 from ..log import logger
-from ..setup.meta_init import without_initialisation
 
 __all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once"]
 
@@ -305,7 +304,10 @@ def _init_fn(
         elif hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
         elif empty[id(module)] & module._buffers.keys():
-            raise without_initialisation(names[id(module)])
+            raise SetupError(
+                f"module {names[id(module)]} holds buffers on the meta device, to which no load gives values. Give it a "
+                "reset_parameters(), fill the buffers or call model.to_empty() before the load, or pass param_init_fn=."
+            )
 
     return initialise
 

@@ -45,7 +45,7 @@ class Overrides:
 
         The process group must exist.
         """
-        # What the script ignores may differ between the ranks, so the launch only adds to it.
+        # Ignored parameters may have other values on each rank, so that none may be sharded: the launch only adds to them.
         found = {**own, **self._config, "ignore": (*own["ignore"], *self._config.get("ignore", ()))}
         if found.get("timeout") is None:
             # The ranks may be as far apart as under DDP, where rank 0 may evaluate or save alone, for long, while others wait.

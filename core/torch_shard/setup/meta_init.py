@@ -140,7 +140,9 @@ class Materialiser:
                 continue
             if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
                 if self.config.init_fn is None and not hasattr(module, "reset_parameters"):
-                    raise without_initialisation(name)
+                    raise SetupError(
+                        f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=."
+                    )
                 self.filled |= {id(p) for p in module._parameters.values()}
                 self._run_one(module)
 
@@ -151,11 +153,6 @@ class Materialiser:
                 if _is_marked(flat.params[index]._local):
                     name = flat.layout.slots[index].name
                     raise _uninitialised(self.collectives.world_rank, name, type(module).__name__, attribute)
-
-
-def without_initialisation(name: str) -> SetupError:
-    """Return the error for a module whose buffers on meta nothing initialises."""
-    return SetupError(f"module {name} holds buffers on the meta device and has no reset_parameters(); pass init_fn=.")
 
 
 def _uninitialised(rank: int, name: str, module: str = "its module", attribute: str = "it") -> SetupError:

@@ -380,7 +380,7 @@ class GradientBuffer:
                 param: Any = self.params[i]
                 grad = ShardTensor._wrap(pieces[self._piece_of[i]], param._spec, None, result)
                 existing = own_grad(param)
-                if existing is None or is_unreduced(existing):
+                if existing is None or existing._shard_state.unreduced:
                     set_own_grad(param, grad)
                     continue
                 if self.host is not None:

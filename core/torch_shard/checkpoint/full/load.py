@@ -150,9 +150,8 @@ class FullLoad:
         self.extra = self._own_memory(self._extra, EXTRA)  # may fail, so it comes before anything is changed
 
     def verify(self) -> None:
-        """Verify this rank's share of the file, before anything is changed. Safetensors have no checksums."""
-        if self.file.kind == "torch":
-            refuse_damaged(self.file.path, self.runtime.collectives.world_rank, self.runtime.collectives.world)
+        """Verify this rank's share of the file, before anything is changed."""
+        refuse_damaged(self.file.path, self.runtime.collectives.world_rank, self.runtime.collectives.world)
 
     def load_model(self) -> None:
         """Copy this rank's shards of the model's entries, which fit, into the model."""

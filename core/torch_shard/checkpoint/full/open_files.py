@@ -133,12 +133,16 @@ def _ends(path: Path) -> tuple[int, int]:
         return size, zlib.crc32(file.read(_ENDS), crc)
 
 
-def refuse_damaged(path: Path, rank: int, ranks: int) -> None:
+def refuse_damaged(path: Path, rank: int = 0, ranks: int = 1) -> None:
     """Verify this rank's share of a torch file by its checksums, see :func:`~..format.torch_file.verify_torch_file`.
+
+    Files in other formats, that of torch before 1.6 among them, have no checksums.
 
     Raises:
         CheckpointError: that share is damaged.
     """
+    if format_of(path) != "torch":
+        return
     try:
         verify_torch_file(path, rank, ranks)
     except Exception as error:

@@ -19,8 +19,8 @@ class PendingSave:
 
     Attributes:
         path: the path of the checkpoint.
-        failure: the text of what went wrong; None once the checkpoint is there. Unlike the error it stays after :meth:`wait` has
-            raised, since what must happen after a good save alone may wait for the save, too.
+        failure: the text of what went wrong; None once the checkpoint is there. Code that may run only after a good save asks
+            here, since someone else may have waited and got the error, which is raised once.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PendingSave:
         self.path = target
         self._save: Callable[[], CheckpointError | None] | None = save
         self._error: CheckpointError | None = None
-        self.failure: str | None = f"the save to {target} has not ended."
+        self.failure: str | None = f"the save to {target} was not carried out."
         self._may_begin, self._ended = threading.Event(), threading.Event()
         with contextlib.ExitStack() as stack:
             stack.enter_context(alive)
@@ -76,8 +76,9 @@ class PendingSave:
         self._may_begin.wait()
         try:
             with self._alive:
-                self._error = None if self._save is None else self._save()
-            self.failure = None if self._error is None else str(self._error)
+                if self._save is not None:
+                    self._error = self._save()
+                    self.failure = None if self._error is None else str(self._error)
             if self._error is not None:  # logged, since the user may not wait
                 logger.error("%s", self._error)
         finally:

@@ -327,7 +327,7 @@ class SavedOptimizer:
         for number, own in enumerate(live):
             first, *rest = [name for name in own if name in settings] or [""]
             for name in rest:
-                for key in settings[first].keys() | settings[name].keys():
+                for key in (settings[first].keys() | settings[name].keys()) - {"param_names"}:
                     one, other = settings[first].get(key), settings[name].get(key)
                     if not _equal(one, other):
                         text = (
