@@ -332,6 +332,20 @@ def test_a_parameter_on_meta_that_nothing_initialises_is_loaded_in_a_wrapped_par
 
 
 @ranks(2)
+def test_a_load_on_meta_whose_names_a_hook_changes_and_one_that_lacks_names_end_as_in_torch(rank):
+    def rename(module, state, *_):
+        for name in list(state):
+            state[name.removeprefix("module.")] = state.pop(name)
+
+    model, values = two_on_meta(Scale), with_block(Scale()).state_dict()
+    model.register_load_state_dict_pre_hook(rename)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        two_on_meta(Scale).load_state_dict({})
+    model.load_state_dict({f"module.{name}": value for name, value in values.items()})
+    torch.testing.assert_close(whole(model), dict(values), rtol=0, atol=0)
+
+
+@ranks(2)
 def test_to_empty_needs_no_initialisation_of_wrapped_parts(rank):
     model = two_on_meta(Scale, Angles)
     model.to_empty(device="cpu")

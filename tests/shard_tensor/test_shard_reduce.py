@@ -181,7 +181,7 @@ def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank,
         lambda g: weight.data.sub_(g, alpha=0.1),
         lambda g: setattr(weight, "data", g),
     ):
-        with pytest.raises(NeedsGatherError, match=r"rank \d: .* of the gradient of left\.weight .*no_sync\(\)"):
+        with pytest.raises(NeedsGatherError, match=r"rank \d: .+: the gradient of left\.weight, .*no_sync\(\)"):
             read(weight.grad)
     accumulated.zero_()
     assert accumulated.sum() == 0
@@ -190,7 +190,7 @@ def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank,
         assert weight.grad.norm() == 0
         with engine.no_sync():
             step(model)
-        with pytest.raises(NeedsGatherError, match="of the gradient of left"):
+        with pytest.raises(NeedsGatherError, match="the gradient of left"):
             weight.grad.norm()
     step(model)
     same(weight.grad.norm(), weight.grad.full_tensor().norm())

@@ -169,7 +169,7 @@ class Forwards:
                 raise
 
     def finish(self, outputs: Any) -> None:
-        """End the innermost forward of the root module. Collective, unless the forward has raised: `outputs` is None then.
+        """End the innermost forward of the root module. Collective, unless the forward has raised or returns None.
 
         Raises:
             DivergenceError: other ranks have come to something else than this forward.

@@ -87,7 +87,7 @@ class Derivation:
         if unit is None:
             return None
         versions = unit.runtime.versions
-        return *versions.present, versions.edits.digest, unit.untraced
+        return *versions.present, versions.edits.digest, sum(unit.untraced for unit in unit.runtime.units)
 
 
 def note(call: FunctionCall, results: Iterable[Any], operands: Iterable[list[Any]]) -> None:

@@ -131,9 +131,9 @@ def refuse_unreduced(operands: Any, what: Any) -> None:
         if is_mixed(t):
             spec: ShardSpec = getattr(t, STATE).spec
             raise NeedsGatherError(
-                f"rank {spec.world_rank}: {getattr(what, '_opname', what)} of the gradient of {spec.name} needs all of it, "
-                "but each rank holds a shard of a gradient of its own, because the last backward ran under engine.no_sync(). "
-                "Read gradients after the backward that reduces."
+                f"rank {spec.world_rank}: {getattr(what, '_opname', what)}: the gradient of {spec.name}, or what was computed "
+                "from it, is each rank's own, because it comes from a backward under engine.no_sync(). Read and use gradients "
+                "after the backward that reduces."
             )
 
 

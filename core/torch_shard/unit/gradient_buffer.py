@@ -379,7 +379,7 @@ class GradientBuffer:
             for i in touched:
                 param: Any = self.params[i]
                 grad = ShardTensor._wrap(pieces[self._piece_of[i]], param._spec, None, result)
-                existing = own_grad(param)
+                existing: Any = own_grad(param)
                 if existing is None or existing._shard_state.unreduced:
                     set_own_grad(param, grad)
                     continue

@@ -101,7 +101,7 @@ class Unit:
         # Under `shard_optim`. outdated: parameters may have changed since the last unshard, as all ranks agree.
         # exposed: the user was given the memory of a shard, where changes leave no trace.
         self.outdated = self.exposed = False
-        self.untraced = 0  # the number of forwards in which `.data` was read, where changes leave no trace
+        self.untraced = 0  # the number of forwards since `.data` was read in one, where changes leave no trace
         self.full_bytes = 0  # the bytes of the unsharded parameters, where these have memory of their own
         self._counted_bytes = 0  # the bytes that the statistics count now for this unit
         self._streams = self.collectives.streams
