@@ -17,6 +17,7 @@ from typing import Any
 
 import torch_shard
 from torch_shard.errors import ConfigError
+from torch_shard.frontend.zero_redundancy_optimizer import replace_zero_redundancy_optimizer
 from torch_shard.log import logger
 
 from ..registration.autoload import AfterImport
@@ -47,6 +48,7 @@ def take_over(settings: Mapping[str, Any], restart: Sequence[str]) -> None:
         restart: the arguments of ``python -m lightning_shard`` up to the program's own, for the ranks that a program starts.
     """
     note_fully_shard()
+    replace_zero_redundancy_optimizer()
     AfterImport(_private.ROOTS, functools.partial(_change, settings, restart)).install()
 
 

@@ -44,6 +44,25 @@ if rank == 0:
 dist.destroy_process_group()
 """
 
+ZERO = DDP.replace(
+    "optimizer = torch.optim.Adam(model.parameters(), lr=0.01)",
+    """
+from torch.distributed.optim import ZeroRedundancyOptimizer as Zero
+body, head = model.module[0], model.module[2]
+optimizer = Zero(body.parameters(), optimizer_class=torch.optim.Adam, parameters_as_bucket_view=False, lr=0.01)
+optimizer.add_param_group({"params": head.parameters(), "lr": 0.02})
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+assert isinstance(optimizer, Zero) and isinstance(optimizer, torch.optim.Optimizer)
+""",
+).replace(
+    "if rank == 0:\n    torch.save",
+    """
+    scheduler.step()
+optimizer.consolidate_state_dict(to=0)
+if rank == 0:
+    torch.save""",
+)  # fmt: skip
+
 FSDP = """
 import torch
 import torch.distributed as dist
@@ -92,6 +111,15 @@ def test_a_script_for_ddp_gives_the_same_numbers_and_the_same_file(tmp_path):
         "3",
         "4",
     ]  # not the first step, which sets up
+
+
+def test_a_script_with_zero_redundancy_optimizer_gives_the_same_numbers_and_the_same_file(tmp_path):
+    plain = launched(tmp_path, ZERO, arguments=("ddp.pt",))
+    ours = launched(tmp_path, ZERO, "-m", "torch_shard", arguments=("shard.pt",))
+    norms = [line for line in plain.splitlines() if line.startswith("norm")]
+    assert len(norms) == 4 and [line for line in ours.splitlines() if line.startswith("norm")] == norms
+    expected, found = (torch.load(tmp_path / f"{name}.pt") for name in ("ddp", "shard"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._pytree import tree_map
 
 import torch_shard
@@ -16,6 +17,7 @@ from tests.optim.helpers import MAKE, Descent, O, Odd, backward_both, go, mostly
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import ConfigError, ShardError
+from torch_shard.frontend.zero_redundancy_optimizer import ZeroRedundancyOptimizer as StandIn
 from torch_shard.shard_tensor.tensor import ShardTensor
 
 
@@ -189,3 +191,31 @@ def test_an_optimizer_of_bitsandbytes_is_refused_with_the_reason(rank, world_siz
     assert any(reason in message for reason in ("block", "quantiz", "8-bit", "8 bit", "kernel")), message
     pair.update()
     go(pair, 1)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@ranks(2)
+def test_torchs_zero_redundancy_optimizer_is_refused_with_its_inner_class(rank, world_size, when):
+    model = Odd().double()
+    zero = ZeroRedundancyOptimizer(model.parameters(), O.AdamW, lr=0.1) if when == "before" else None
+    torch_shard.shard(model)
+    optimizer = zero or ZeroRedundancyOptimizer(model.parameters(), O.AdamW, lr=0.1)
+    plain_backward(model, batch(rank, 0))
+    plain = O.AdamW(trainable(model))
+    with (
+        untouched(plain),
+        pytest.raises(ShardError, match=r"(?s)ZeroRedundancy.*\(AdamW\).* shards optimizer state already"),
+    ):
+        optimizer.step()
+    plain_backward(model, batch(rank, 1))  # training goes on with the inner class
+    plain.step()
+
+
+def test_the_runners_zero_redundancy_optimizer_steps_by_itself_only():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="overlap_with_ddp"):
+        StandIn(model.parameters(), optimizer_class=O.SGD, overlap_with_ddp=True, lr=0.1)
+    optimizer = StandIn(model.parameters(), O.SGD, None, True, lr=0.1, momentum=0.9)
+    assert isinstance(optimizer, StandIn) and isinstance(optimizer, O.SGD) and optimizer.defaults["momentum"] == 0.9
+    twin = copy.deepcopy(optimizer)
+    assert type(twin) is type(optimizer) and twin.param_groups[0]["params"] is not optimizer.param_groups[0]["params"]

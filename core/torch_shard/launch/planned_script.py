@@ -35,6 +35,7 @@ from ..config.shard_config import ShardConfig
 from ..engine import Engine
 from ..errors import ShardError, TraceError
 from ..frontend.launch import read_variables, run_script, values_of
+from ..frontend.zero_redundancy_optimizer import replace_zero_redundancy_optimizer
 from ..plan.hardware import Hardware
 from ..plan.plan import Plan
 from ..plan.script_step import OnlyEvaluated, ScriptStep, real_tensors, trace_script
@@ -128,6 +129,7 @@ class _Script:
 
     def _prepare(self) -> None:
         settings = values_of(read_variables(os.environ, RUNNER_SETTINGS))
+        replace_zero_redundancy_optimizer()
         replace_ddp(Overrides(settings, on_host=True))
         replace_fsdp(Overrides({**settings, "fsdp": True}))
         for entry in importlib.metadata.entry_points(group=_FRONT_ENDS):

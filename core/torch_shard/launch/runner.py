@@ -40,11 +40,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _prepare(settings: Mapping[str, Any]) -> None:
+    from ..frontend.zero_redundancy_optimizer import replace_zero_redundancy_optimizer
     from .replace import replace_ddp, replace_fsdp
     from .settings import Overrides
 
     overrides = Overrides(settings)
     replace_ddp(overrides)
+    replace_zero_redundancy_optimizer()
     if overrides.fsdp:
         replace_fsdp(overrides)
 

@@ -24,10 +24,19 @@ if TYPE_CHECKING:
     from ..runtime.runtime import Runtime
     from ..unit.unit import Unit
 
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"
+
 
 def refusal_of(optimizer: Any) -> str | None:
     """Return why an optimizer can't step on shards, whatever it is registered as, with the remedy; None where it may."""
     cls = type(optimizer)
+    if any((base.__module__, base.__name__) == _ZERO for base in cls.__mro__):
+        inner = getattr(optimizer, "_optim_constructor", None)
+        return (
+            f"{cls.__module__}.{cls.__qualname__} steps a part of the parameters on each rank, which has shards of "
+            f"all of them. Use its inner optimizer ({getattr(inner, '__name__', 'optimizer_class')}) over all "
+            "parameters: the engine shards optimizer state already."
+        )
     # Kind "matrix" would not do either: overrides of settings (GlobalOptimManager) go by the identity of parameters.
     if not any(base.__module__.split(".")[0] == "bitsandbytes" for base in cls.__mro__):
         return None
@@ -43,7 +52,8 @@ def check_class(optimizer: Any, rank: int) -> None:
     """Raise if an optimizer can't be right on shards.
 
     Raises:
-        ShardError: the optimizer needs all parameters at once, or the addresses of full ones, or has `differentiable` set.
+        ShardError: the optimizer needs all parameters at once, or the addresses of full ones, or steps other parameters on each
+            rank, or has `differentiable` set.
     """
     cls = type(optimizer)
     name = f"rank {rank}: {cls.__module__}.{cls.__qualname__}"
