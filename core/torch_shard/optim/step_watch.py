@@ -12,6 +12,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,19 @@ if TYPE_CHECKING:
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass
+class _Hooks:
+    """The hooks of one optimizer.
+
+    Attributes:
+        handles: their handles, the one before a step and the one after it first.
+        noted: when :func:`_note_params` was called last: the number of restarts of versions, and that of the optimizer's groups.
+    """
+
+    handles: tuple[Any, ...]
+    noted: tuple[int, int] | None = None
+
+
 class StepWatch:
     """The part of an engine that follows optimizers' steps; closed with the engine.
 
@@ -62,7 +76,7 @@ class StepWatch:
         runtime.steps = weakref.ref(self)
         OPEN.add(runtime)
         self._backends: MutableMapping[Any, StepBackend] = WeakIdKeyDictionary()
-        self._hooks: MutableMapping[Any, tuple[Any, ...]] = WeakIdKeyDictionary()
+        self._hooks: MutableMapping[Any, _Hooks] = WeakIdKeyDictionary()
         self._unknown = UnknownSteps()
         self._classes: dict[type, type] = {}  # of proxies
         _watch_steps()
@@ -72,8 +86,8 @@ class StepWatch:
         runtime = self._runtime()
         if runtime is not None:
             OPEN.discard(runtime)
-        for handles in self._hooks.values():
-            for handle in handles:
+        for hooks in self._hooks.values():
+            for handle in hooks.handles:
                 handle.remove()
         for backend in self._backends.values():
             backend.forget()  # user code may still refer to a step's proxy, and by that to the engine
@@ -83,10 +97,11 @@ class StepWatch:
     # -- around a step ------------------------------------------------------------------------------------------
     def find(self, optimizer: Any) -> None:
         """Arrange calls of :meth:`before` and :meth:`after` next to a step that begins."""
-        if self._led(optimizer) is None:
+        runtime = self._led(optimizer)
+        if runtime is None:
             return
-        handles = self._hooks.get(optimizer)
-        if handles is None:
+        hooks = self._hooks.get(optimizer)
+        if hooks is None:
             handles = (
                 optimizer.register_step_pre_hook(_weakly(self._hook_before)),
                 optimizer.register_step_post_hook(_weakly(self.after)),
@@ -94,10 +109,14 @@ class StepWatch:
                 optimizer.register_load_state_dict_post_hook(_weakly(self.loaded)),
                 optimizer.register_state_dict_post_hook(_weakly(self.mark_state)),
             )
-            self._hooks[optimizer] = handles
+            hooks = self._hooks[optimizer] = _Hooks(handles)
+        lists = runtime.versions.restarts, len(optimizer.param_groups)
+        if hooks.noted != lists:
+            hooks.noted = lists
+            _note_params(optimizer)
         # torch has no public way to say where in the order a hook comes (torch 2.11 to 2.13).
-        optimizer._optimizer_step_pre_hooks.move_to_end(handles[0].id)
-        optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
+        optimizer._optimizer_step_pre_hooks.move_to_end(hooks.handles[0].id)
+        optimizer._optimizer_step_post_hooks.move_to_end(hooks.handles[1].id, last=False)
 
     def _hook_before(self, optimizer: Any, args: Any, kwargs: Any) -> _Arguments | None:
         frame = sys._getframe(2)  # of torch's wrapper of ``step``, which has called the hook that `_weakly` made
@@ -281,6 +300,7 @@ class StepWatch:
         check_class(optimizer, runtime.collectives.world_rank)
         refuse_others(optimizer, runtime, "step_in_backward: ")
         refuse_offloaded(optimizer, [runtime], kind)
+        _note_params(optimizer)
         runtime.in_backward = InBackward(optimizer, runtime)
 
     # -- optimizers that torch's hooks don't see -----------------------------------------------------------------
@@ -307,6 +327,17 @@ class StepWatch:
             called = step.__func__ if own else lambda _, *args, **kwargs: step(*args, **kwargs)
         # A bound method, because schedulers expect one, and because a deep copy then gets its own.
         optimizer.step = types.MethodType(attached_step(function, called), optimizer)
+
+
+def _note_params(optimizer: Any) -> None:
+    """Note which parameters an optimizer steps; at the next forward the ranks find whether they are the same. Not collective.
+
+    A rank steps its own shards only, so that a parameter that not all ranks list would be stepped in part.
+    """
+    for runtime in runtimes_of(optimizer):
+        if runtime.collectives.size > 1:
+            own = (p for p in params_of(optimizer) if open_runtime_of(p) is runtime)
+            runtime.versions.note_optimizer(p._spec.name for p in own)
 
 
 def _between_changes(runtimes: list[Runtime], closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from .edits import Edits
 
 CHANGED = "goes on after "  # the beginning of the operation that notes a version
 
+_OPTIMIZERS = 3  # optimizers that a message names
 _LOOK = 0.2  # seconds between two looks at what this rank waits for
 
 
@@ -71,6 +73,8 @@ class Versions:
         self.settle: Callable[[], None] = lambda: None
         self.line = "the start"
         self.restarts = self.finished = 0
+        self._stepped: dict[int, str] = {}  # the sets of parameters over which optimizers have stepped, by checksum
+        self._steps, self._of = 0, ""  # a checksum of these, and their text
         self.edits = Edits()
         self.tracks_edits = tracks_edits
         self.changed = False
@@ -164,6 +168,7 @@ class Versions:
         """
         with self._state:
             self.restarts, self.finished = self.restarts + 1, 0
+            self._stepped, self._steps, self._of = {}, 0, ""
             self.edits.forget()
             self._state.notify_all()
 
@@ -182,10 +187,24 @@ class Versions:
             self._depth, self._dirty, self._edits_only, self.changed = 0, False, False, True
             self._state.notify_all()
 
+    def note_optimizer(self, names: Iterable[str]) -> None:
+        """Note that an optimizer steps the parameters of these names, which :meth:`note` compares with those of other ranks.
+
+        Neither the order of names nor that of optimizers counts, nor how many optimizers step the same parameters.
+        """
+        every = sorted(set(names))
+        code = zlib.crc32("\n".join(every).encode())
+        if not every or code in self._stepped:
+            return
+        self._stepped[code] = f"{len(every)} parameters from {every[0]} to {every[-1]}"
+        self._steps ^= code
+        few = sorted(self._stepped.values())[:_OPTIMIZERS]
+        self._of = f", with optimizers of {', '.join(few)} (checksum {self._steps:08x})"
+
     def note(self) -> tuple[int, str]:
         """Return the present version as an operation to note, by which ranks find that one has made other changes."""
-        text = f"{CHANGED}{self.finished} changes of the parameters, the latest at {self.line}"
-        return self.finished ^ self.restarts << 20 ^ self.edits.digest << 24, text
+        text = f"{CHANGED}{self.finished} changes of the parameters, the latest at {self.line}{self._of}"
+        return self.finished ^ self.restarts << 20 ^ self.edits.digest << 24 ^ self._steps << 28, text
 
     # -- readers ------------------------------------------------------------------------------------------------
     def admit(
