@@ -26,6 +26,7 @@ from ..schedule.unit_state import State
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.references import references_to
 from ..unit.unit import Unit
+from ..utils import transforms
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
 from .out_of_memory import explain
@@ -57,6 +58,7 @@ class Backwards:
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
         """Hook the outputs of `use`, a module's forward or one operation, so that backward triggers its unit."""
         unit = use.unit
+        outputs = transforms.at_all_levels(outputs)
         found = _made_by_forward(outputs)
         use.end = sequence_number()
         use.saved, use.versions, by_python = references_to(unit, use.looks_up)
@@ -89,11 +91,14 @@ class Backwards:
                 self._arm()
 
         if any(param.requires_grad for flat in self.runtime.flats for param in flat.params):
-            for tensor in _made_by_forward(outputs):
+            for tensor in _made_by_forward(transforms.at_all_levels(outputs)):
                 tensor.register_hook(begin)
 
     def trigger(self, use: Use, grad: torch.Tensor) -> None:
         """Begin the backward of the unit of `use`; a tensor hook on the outputs of its forward."""
+        if transforms.running() is not None:
+            transforms.outside(self.trigger, use, grad)
+            return
         runtime, unit = self.runtime, use.unit
         if unit.gathers or unit.holds_gradients():
             self._arm()
@@ -104,7 +109,7 @@ class Backwards:
             return
         if unit.is_summoned:
             return
-        if torch.is_grad_enabled():  # create_graph: the new graph needs the values once more
+        if transforms.backward_is_recorded():  # create_graph: the new graph needs the values once more
             runtime.schedule.double_backward = self._creates_graph = True
         if use not in unit.uses:
             use.check()
@@ -187,7 +192,7 @@ class Backwards:
                 flat.gradients.begin_backward(checked=self._called, deferred=not self._reduces, partial=partial)
         runtime.schedule.begin_backward()
         self._begun += 1
-        self._creates_graph = torch.is_grad_enabled()
+        self._creates_graph = transforms.backward_is_recorded()
         runtime.schedule.double_backward |= self._creates_graph
         # Replicated units are not unsharded, so that the ranks have not agreed on the order in which they were used.
         sharded = runtime.collectives.size > 1
@@ -263,6 +268,9 @@ class Backwards:
 
         Where a backward runs through several engines, the last one to end publishes the gradients of all.
         """
+        if transforms.running() is not None:
+            transforms.outside(self.end_backward)
+            return
         runtime = self.runtime
         self._tasks = set()
         try:

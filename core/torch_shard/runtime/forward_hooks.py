@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..schedule.phases import BACKWARD, FORWARD, PHASES
+from ..utils import transforms
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import own_memory, tensors_in
 from . import mixed_precision_hooks
@@ -229,9 +230,11 @@ uncompiled._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function`; inside a compiled module without compiling it."""
+    """Call `function`; inside a compiled module without compiling it, and outside of the transforms of ``torch.func``."""
     # The wrapper costs several microseconds, and is needed only while the compiler runs.
-    return uncompiled(function, *args) if torch.compiler.is_dynamo_compiling() else function(*args)
+    if torch.compiler.is_dynamo_compiling():
+        return uncompiled(function, *args)
+    return function(*args) if transforms.running() is None else transforms.outside(function, *args)
 
 
 def _enter_unit(runtime: Runtime, unit: Unit, module: nn.Module, args: Any) -> None:

@@ -21,6 +21,7 @@ from ..shard_tensor.spec import gather_error
 from ..shard_tensor.tensor import ShardTensor
 from ..unit.full_values import full_flat
 from ..unit.shard_reads import read_parameter
+from ..utils import transforms
 from ..utils.autograd_private import graph_task, sequence_number
 from ..utils.pytree import tensors_in
 from .use import Use
@@ -80,6 +81,8 @@ class OnDemand:
             dtypes: the dtypes of the operands that are not sharded.
         """
         try:
+            if transforms.running() is not None:
+                return transforms.outside(self._begin, unit, param, call, local_ok, dtypes)
             return self._begin(unit, param, call, local_ok, dtypes)
         except BaseException:
             if not self.runtime.forwards.running:
@@ -270,6 +273,12 @@ class OnDemand:
         self.watch_copies([c for c in copies if not c.requires_grad], name)
         if unit.is_summoned or not self._uses:
             return
+        if transforms.running() is not None:
+            transforms.outside(self._end, result)
+        else:
+            self._end(result)
+
+    def _end(self, result: Any) -> None:
         use = self._uses.pop()
         if isinstance(use, _Stored):
             if use.alone:
@@ -285,7 +294,7 @@ class OnDemand:
         if unit.gathers and not unit.installed:
             unit.write_back_edits()  # an in-place function may have written to the unsharded parameters
         tensors = tensors_in(result)
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in transforms.at_all_levels(tensors))
         if recorded:
             self.runtime.backwards.watch_outputs(use, tensors, forward=False)
         self.runtime.forwards.between(recorded)

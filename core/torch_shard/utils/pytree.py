@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from . import transforms
+
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _ATOM_TYPES = frozenset(_ATOMS)
 _DEPTH = 8
@@ -58,7 +60,7 @@ def own_memory(value: Any, tensors: list[torch.Tensor], storages: set[int]) -> t
 
     The copies carry gradients back. Containers are copied where something in them changes.
     """
-    copies = {id(t): _clone(t) for t in tensors if storage_of(t) in storages}
+    copies = {id(t): transforms.inside(_clone, t) for t in tensors if storage_of(t) in storages}
     return (replace(value, copies) if copies else value), list(copies.values())
 
 
@@ -84,7 +86,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage, or 0 if it has none of its own."""
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    local = transforms.innermost(getattr(tensor, "_local_tensor", tensor))  # of a DTensor
     plain = type(local).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and local.layout is torch.strided
     return local.untyped_storage()._cdata if plain else 0
 
