@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import NeedsGatherError
+from ..layout.dtensor_placement import is_dtensor
+from .aliases import assign_to_alias, is_alias, leave_values, put_back
 from .changes import changing, has_values_of, same_bits
 from .dispatch import alias
 from .spec import refuse_unreduced, same_cut, shard_of_full
@@ -74,11 +76,12 @@ def set_data(param: ShardTensor, value: Any) -> None:
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
-    unsharded = _summoned_param(param)
+    unsharded = None if is_alias(param) else _summoned_param(param)
     if unsharded is not None and value is param:
         return
     if unsharded is not None and not isinstance(value, ShardTensor) and _alike(value, unsharded):
-        unsharded.data.copy_(value)
+        leave_values(param, _plain(unsharded))
+        unsharded.data = value
         return
     spec, local = param._spec, param._local
     problem = _misfit(param, value)
@@ -93,21 +96,41 @@ def set_data(param: ShardTensor, value: Any) -> None:
     refuse_unreduced(value, ".data = ")
     with torch.no_grad():
         if unsharded is not None:  # the shard gets its values at the end of ``gathered``
-            unsharded.data.copy_(value)
+            full = torch.empty_like(unsharded.data).copy_(value)
+            leave_values(param, _plain(unsharded))
+            unsharded.data = full
             return
         new = value._local if isinstance(value, ShardTensor) else shard_of_full(value.detach(), spec)
         if new is local:
             return
-        if not has_values_of(value, param):
-            change = changing([param], [value])
-        elif same_bits(new, local):
-            return  # what Module.to() has copied unchanged is no edit: one rank alone may call it
-        else:
-            # The parameter was edited without a trace, in a forward's `.data` or in `to_local()`. Undoing that is not counted
-            # either, since the edit may show on some ranks only.
-            change = param._unit.runtime.versions.change(edits=True)  # type: ignore[union-attr]
-        with change:
-            local.copy_(new)
+        if is_alias(param):
+            assign_to_alias(param, value, new)
+            return
+        leave_values(param)
+        _copy(param, value, new)
+        put_back(param, value)
+
+
+def _copy(param: ShardTensor, value: Any, new: torch.Tensor) -> None:
+    """Copy `new`, this rank's shard of `value`, to the shard of `param`."""
+    local = param._local
+    if not has_values_of(value, param):
+        change = changing([param], [value])
+    elif same_bits(new, local):
+        return  # what Module.to() has copied unchanged is no edit: one rank alone may call it
+    else:
+        # The parameter was edited without a trace, in a forward's `.data` or in `to_local()`. Undoing that is not counted
+        # either, since the edit may show on some ranks only.
+        change = param._unit.runtime.versions.change(edits=True)  # type: ignore[union-attr]
+    if (unit := param._unit) is not None:
+        flat, index = unit.find(param)
+        flat.outdate_saved(index)
+    with change:
+        local.copy_(new)
+
+
+def _plain(unsharded: Any) -> torch.Tensor | None:
+    return None if is_dtensor(unsharded) else unsharded
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .aliases import note_alias
 from .changes import changing, remember
 from .reductions import REDUCTIONS, foreach_norm, unscale_and_check
 from .spec import ShardSpec, broadcast_shard, gather_error, refuse_unreduced, same_cut, shard_of_full
@@ -190,7 +191,7 @@ def alias(source: Any) -> ShardTensor:
     if source._unit_ref is None:
         result._shard_state.copied_from = source._shard_state.copied_from
         result._shard_state.mixed = source._shard_state.mixed
-    return following(source, result)
+    return following(source, note_alias(source, result))
 
 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:

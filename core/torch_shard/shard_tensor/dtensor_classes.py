@@ -65,7 +65,7 @@ def _classes() -> tuple[Any, Any]:
     from torch.distributed.tensor import DTensor
 
     class GatheredDTensor(DTensor):
-        """A DTensor whose ``.data`` can be assigned: torch's own setter replaces its metadata and leaves its values."""
+        """A DTensor whose ``.data`` can be assigned: torch's own setter leaves the local tensor as it is."""
 
         __slots__ = ()
 
@@ -82,8 +82,10 @@ def _classes() -> tuple[Any, Any]:
                     f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}. Assign a DTensor with the same "
                     "placements, shape and dtype, or copy into it (with torch.no_grad(): parameter.copy_(new))."
                 )
-            with torch.no_grad():
-                self._local_tensor.copy_(value._local_tensor)
+            self._local_tensor = self._lasting(value._local_tensor).data  # type: ignore[misc]
+
+        def _lasting(self, value: torch.Tensor) -> torch.Tensor:
+            return value
 
     class UnshardedDTensor(InBuffer, GatheredDTensor):
         """An unsharded parameter that is a DTensor; see :class:`.unsharded_param.UnshardedParam`."""

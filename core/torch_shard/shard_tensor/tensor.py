@@ -52,6 +52,7 @@ class ShardTensor(torch.Tensor):
     ) -> ShardTensor:
         assert local.shape == (spec.length,)
         self = cls._wrap(local, spec, None if unit is None else weakref.ref(unit))
+        self._shard_state.is_parameter = unit is not None
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 self.requires_grad_(True)

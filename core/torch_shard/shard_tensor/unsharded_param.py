@@ -44,6 +44,15 @@ class InBuffer:
             return super().register_post_accumulate_grad_hook(hook)  # type: ignore[misc]
         return param._unit_ref().register_post_accumulate_hook(param, hook)
 
+    def _lasting(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the values of `value` in memory that stays as long as the forward runs.
+
+        A unit's full buffer may be freed before, or be given other values, except for the parameter's own place there.
+        """
+        flat = self._place[0]() if self._place is not None else None
+        is_own = flat is not None and is_view(value, flat.view(flat.full, self._place[1]))  # type: ignore[index]
+        return value if is_own or not is_of_unit(value) else value.detach().clone()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         param = self._param()
         unit = None if param is None else param._unit_ref()
@@ -58,8 +67,9 @@ class UnshardedParam(InBuffer, nn.Parameter):
     """An unsharded parameter: a view of its unit's full buffer.
 
     No version counter shows an edit through ``.data``, so that a read of ``.data`` is noted. A value that is assigned to
-    ``.data`` is copied if it fits, because the memory must stay the buffer's. Unsharded parameters that are DTensors have a
-    class of their own in :mod:`.dtensor_classes`.
+    ``.data`` becomes the parameter's memory, as in plain torch, so that earlier aliases keep their values. At the end of the
+    forward it is copied to the buffer (:meth:`.FlatBuffer.settle`). Unsharded parameters that are DTensors have a class of
+    their own in :mod:`.dtensor_classes`.
     """
 
     data_taken: bool = False
@@ -75,12 +85,15 @@ class UnshardedParam(InBuffer, nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        own = self.data
+        self.data_taken = True
+        own: torch.Tensor = _data.__get__(self)
         if value.shape == own.shape and value.dtype == own.dtype and value.device == own.device:
             with torch.no_grad():
-                own.copy_(value)
-        else:
-            _data.__set__(self, value)
+                if type(value) is not torch.Tensor and not isinstance(value, nn.Parameter):
+                    value = torch.empty_like(own).copy_(value)  # a sharded tensor has no memory of the full shape
+                else:
+                    value = self._lasting(value)
+        _data.__set__(self, value)
 
 
 own_grad: Callable[[Any], torch.Tensor | None] = _grad.__get__

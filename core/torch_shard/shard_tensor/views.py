@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import LayoutError
+from .aliases import note_alias
 from .host_memory import pending_writes_of
 from .spec import ShardSpec, gather_error, refuse_unreduced
 from .state import is_unreduced
@@ -87,7 +88,7 @@ def _over(source: Any, like: torch.Tensor, found: torch.Tensor, func: Any) -> Sh
     if found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype and not start:
         same = ShardTensor._wrap(local, spec, source._unit_ref)
         same._shard_state.mixed = source._shard_state.mixed
-        return following(source, same)
+        return following(source, note_alias(source, same))
     refuse_unreduced(source, func)
     known = found.dtype == like.dtype and func._opname != "as_strided" and spec.part is None
     if not known or not stands_alone(source):

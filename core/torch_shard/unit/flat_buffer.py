@@ -23,6 +23,7 @@ from ..numerics.block_quantizer import BlockQuantizer
 from ..numerics.stochastic_rounding import Rounding
 from ..offload.host_gradients import HostGradients
 from ..offload.host_shard import Crossing, HostShard
+from ..shard_tensor.aliases import leave_values
 from ..shard_tensor.dtensor_classes import gathered_parameter, shard_class, unsharded_parameter
 from ..shard_tensor.spec import ShardSpec
 from ..shard_tensor.tensor import ShardTensor
@@ -459,18 +460,37 @@ class FlatBuffer:
                 by_python = True
         return storage > self.storage_baseline or bool(saved), saved, by_python
 
-    def check_places(self) -> None:
-        """Raise if a forward gave an unsharded parameter other memory (``.data = ``, of another shape)."""
+    def settle(self) -> None:
+        """Copy what a forward has assigned to ``.data`` to the full buffer, which becomes the parameters' memory again.
+
+        Raises:
+            UnitStateError: an unsharded parameter was given another shape, dtype or device.
+        """
         for i, param in enumerate(self.unsharded_params):
-            if is_view(param, self.view(self.full, i)):
+            view = self.view(self.full, i)
+            if is_view(param, view):
                 continue
-            given = f"shape {tuple(param.shape)}, {param.dtype}, {param.device}"
-            self.put_back(i)
-            raise UnitStateError(
-                f"rank {self.collectives.world_rank}: .data of {self.layout.slots[i].name} was assigned another tensor "
-                f"inside a forward ({given}, not shape {tuple(param.shape)}, {param.dtype}, {param.device}). Assign one that "
-                "is alike, or convert the model before shard()."
-            )
+            given = local_of(param)
+            if (given.shape, given.dtype, given.device) != (view.shape, view.dtype, view.device):
+                shape, where = tuple(given.shape), f"{given.dtype}, {given.device}"
+                self.put_back(i)
+                raise UnitStateError(
+                    f"rank {self.collectives.world_rank}: .data of {self.layout.slots[i].name} was assigned another tensor "
+                    f"inside a forward (shape {shape}, {where}, not shape {tuple(view.shape)}, {view.dtype}, {view.device}). "
+                    "Assign one that is alike, or convert the model before shard()."
+                )
+            leave_values(self.params[i])
+            view.data.copy_(given.detach())  # `.data`: an assignment does not increment the version
+            move(param, view)
+
+    def outdate_saved(self, i: int) -> None:
+        """Make a backward fail that has saved unsharded parameter `i`, or a view of it, if its memory gets other values.
+
+        Call this where ``p.data`` is assigned these. Plain torch leaves saved views as they are, and so does the engine where
+        unsharded parameters have memory of their own.
+        """
+        if not self.gathers:
+            torch.autograd.graph.increment_version(self.unsharded_params[i])
 
     def note_versions(self) -> None:
         """Remember the unsharded parameters' versions, to find in-place edits; call when they hold what the shard holds."""

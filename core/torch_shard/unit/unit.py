@@ -398,9 +398,7 @@ class Unit:
         elif self._data_was_taken():
             # Sharded and unsharded parameters share memory here, so that edits need no copy. But `.data = ` may have given
             # an unsharded parameter other memory.
-            self.untraced += 1
-            for flat in self.flats:
-                flat.check_places()
+            self._settle()
 
     def begin_recomputation(self) -> None:
         """Install the unsharded parameters until the unit's next gradient: checkpoint computes a part of its forward again.
@@ -438,9 +436,7 @@ class Unit:
         if self.checks or taken:
             flats = [flat for flat in self.flats if flat.gathers]
             if taken:
-                self.untraced += 1
-                for flat in flats:
-                    flat.check_places()
+                self._settle()
             unseen = [flat for flat in flats if flat not in edited and flat.edited_unseen()]
             # A unit in which one untracked edit was found is compared in all further iterations.
             self.checks -= 0 if unseen or self.runtime.config.debug else min(1, self.checks)
@@ -449,6 +445,11 @@ class Unit:
             with self.runtime.versions.change() if counts else contextlib.nullcontext():
                 for flat in edited:
                     flat.take_edits()
+
+    def _settle(self) -> None:
+        for flat in self.flats:
+            flat.settle()
+        self.untraced += 1  # afterwards, because aliases keep values of before
 
     def _data_was_taken(self) -> bool:
         return any([getattr(p, "data_taken", False) for flat in self.flats for p in flat.unsharded_params])  # noqa: C419 (hot)

@@ -149,6 +149,7 @@ def _device(c: Collectives, device: torch.device | str | None) -> torch.device:
 
 def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
     rank = runtime.collectives.world_rank
+    outers: list[GatheredUnit] = []
     for unit in units:
         name = unit.distributed
         if name is not None and (request.ranks is not None or request.device != runtime.collectives.device):
@@ -166,7 +167,7 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
                     f"rank {rank}: unit {unit.name!r} is already gathered on ranks {outer.request.ranks} and device "
                     f"{outer.request.device} by an enclosing engine.gathered(); nest only with the same ranks and device."
                 )
-            settle(outer)
+            outers.append(outer)
         elif unit.running:
             raise UnitStateError(
                 f"rank {rank}: engine.gathered() of unit {unit.name!r} inside a forward that uses it: there the "
@@ -175,6 +176,7 @@ def _check(runtime: Runtime, units: list[Unit], request: Request) -> None:
             )
         else:
             unit.refuse_replaced()
+    settle(outers)
 
 
 # -- entering ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,12 @@ from ..comm.consensus import agree
 from ..errors import DivergenceError, MissingRankError, ShardError
 from ..layout.dtensor_placement import local_of
 from ..runtime.runtime import Runtime
-from ..shard_tensor.unsharded_param import is_view, own_grad
+from ..shard_tensor.aliases import leave_values
+from ..shard_tensor.unsharded_param import is_view, move, own_grad
 from ..unit.flat_buffer import FlatBuffer
 from ..unit.full_values import full_flat
 from ..unit.unit import Unit
+from ..utils.pytree import storage_of
 from .scattered_values import scatter_shards, set_grad, unify_replicas
 
 
@@ -94,9 +97,7 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
         )
     else:
         try:
-            for gathered in entered:
-                if gathered.here:
-                    settle(gathered)
+            settle([gathered for gathered in entered if gathered.here])
         except Exception as error:
             problem = error
     try:
@@ -110,13 +111,30 @@ def write_back(runtime: Runtime, entered: list[GatheredUnit], failed: bool) -> N
     runtime.versions.note_change()
 
 
-def settle(gathered: GatheredUnit) -> None:
-    """Copy values that were assigned (``weight.data = merged``) into the buffer. Not collective.
+def settle(entered: Sequence[GatheredUnit]) -> None:
+    """Copy values that were assigned (``weight.data = merged``) into the buffers. Not collective.
 
     Raises:
         ShardError: a value does not fit, or a module holds another parameter.
     """
+    assigned: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for gathered in entered:
+        assigned += _assigned(gathered)
+    # After `a.data, b.data = b.data, a.data` each value lies in the other's place, which is written to.
+    written = {storage_of(view) for _, view in assigned}
+    values = [local_of(param).detach() for param, _ in assigned]
+    values = [value.clone() if storage_of(value) in written else value for value in values]
+    with torch.no_grad():
+        for (param, view), value in zip(assigned, values, strict=True):
+            view.copy_(value)
+            if storage_of(param) in written:
+                move(param, view)
+
+
+def _assigned(gathered: GatheredUnit) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Return the parameters that were assigned values, each with its place in the buffer."""
     unit = gathered.unit
+    found = []
     for flat, params, buffer in zip(unit.flats, gathered.unsharded_params, gathered.buffers, strict=True):
         for i, param in enumerate(params):
             view = flat.view(buffer, i)
@@ -128,8 +146,9 @@ def settle(gathered: GatheredUnit) -> None:
                     f"{tuple(param.shape)} inside engine.gathered(); {view.dtype} of shape "
                     f"{tuple(view.shape)} can't hold it. engine.close() the model, change it, and shard again."
                 )
-            with torch.no_grad():
-                view.copy_(local_of(param).detach())
+            found.append((param, view))
+            if gathered.request.ranks is None:
+                leave_values(flat.params[i])
     for module, attribute, flat, index in unit.places:
         if module._parameters.get(attribute) is not gathered.unsharded_params[unit.flats.index(flat)][index]:
             raise ShardError(
@@ -137,6 +156,7 @@ def settle(gathered: GatheredUnit) -> None:
                 "parameter inside engine.gathered(), so its values can't be written back or copied. Copy into it (with "
                 "torch.no_grad(): p.copy_(new)), or engine.close() the model, change it, and shard again."
             )
+    return found
 
 
 def _write(gathered: GatheredUnit) -> None:
