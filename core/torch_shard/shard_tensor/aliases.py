@@ -37,11 +37,21 @@ def is_alias(tensor: Any) -> bool:
     return state.aliases is not None and not state.is_parameter
 
 
+def is_leaf_alias(tensor: Any) -> bool:
+    """Return True for ``p.detach().requires_grad_()``, ``nn.Parameter(p.data)`` and the like, which have their own gradients."""
+    if not is_alias(tensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(tensor.requires_grad and tensor.is_leaf)
+
+
 def leave_values(param: ShardTensor, full: torch.Tensor | None = None) -> None:
     """Give the aliases of a parameter memory of their own, with its values. Call this before other values are assigned.
 
     Not collective. `full`: the parameter's present values, if they are not in its shard yet.
     """
+    from .derivation import Derivation  # which imports this module
+
     aliases, param._shard_state.aliases = param._shard_state.aliases, None
     if not aliases:
         return
@@ -50,6 +60,8 @@ def leave_values(param: ShardTensor, full: torch.Tensor | None = None) -> None:
         values = ShardTensor._wrap(shard.to(param._local.device, copy=True), param._spec)
         if full is None:
             remember(values, param)
+        assert param._unit_ref is not None
+        values._shard_state.origin = Derivation(param._unit_ref)  # so that functions get it in full where they need it
     for state in list(aliases):
         _set_memory(state, values._shard_state)
 
@@ -88,4 +100,4 @@ def assign_to_alias(alias: ShardTensor, value: Any, new: torch.Tensor) -> None:
 
 def _set_memory(state: ShardState, other: ShardState) -> None:
     state.local, state.unit_ref, state.copied_from = other.local, other.unit_ref, other.copied_from
-    state.pending_writes = None
+    state.origin, state.pending_writes = other.origin, None

@@ -31,6 +31,8 @@ def gradient_holder(unit: Any, param: Any) -> Any:
 
     If it is None, `.grad` is this rank's shard of the gradient, once the ranks have agreed on which gradients exist.
     """
+    if is_alias(param):
+        return None
     if unit.is_summoned and (unsharded := unit.unsharded_param_of(param)).grad is not None:
         return unsharded
     if unit.runtime.awaits_votes:
@@ -167,7 +169,7 @@ def _register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     unit = param._unit
     hook = args[1] if len(args) > 1 else kwargs["hook"]
     with _NoTorchFunction():
-        if unit is None or not param.requires_grad:
+        if unit is None or not param.requires_grad or is_alias(param):
             return func(param, hook)
         if func is not _T.register_hook:
             return unit.register_post_accumulate_hook(param, hook)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import ShardError
+from .aliases import is_alias
 from .derivation import full_tensor
 from .function_sets import NORMS
 from .reductions import full_reduction
@@ -99,6 +100,9 @@ class GatherFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Any) -> torch.Tensor:
         ctx.spec = t._spec
+        unit = t._unit
+        if unit is not None and unit.is_summoned:
+            return unit.unsharded_param_of(t).detach().clone()  # edited, perhaps
         return full_tensor(t, recording=t.requires_grad)
 
     @staticmethod
@@ -141,7 +145,11 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     options = given.arguments
     inputs = options["inputs"]
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    units = {i: unit for i, t in enumerate(inputs) if isinstance(t, ShardTensor) and (unit := t._unit) is not None}
+    units = {
+        i: unit
+        for i, t in enumerate(inputs)
+        if isinstance(t, ShardTensor) and (unit := t._unit) is not None and not is_alias(t)
+    }
     if not units:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)

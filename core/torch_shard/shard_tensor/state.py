@@ -43,6 +43,7 @@ class ShardState:
         aside: `local` and `flat`, while they are unset.
         pending_writes: the background work on the memory, if the tensor is an alias of host memory.
         state_of: the optimizer's state that the tensor is, if it came with a ``state_dict()``.
+        unrecorded: the tensor is an alias or copy of a parameter, and was edited with a value that records gradients.
         is_parameter: the tensor is the parameter itself, and no alias of it.
         aliases: the states of the parameter's aliases, or of those that share the memory of an alias; see :mod:`.aliases`.
     """
@@ -59,6 +60,7 @@ class ShardState:
     aside: tuple[torch.Tensor, torch.Tensor | None] | None = None
     pending_writes: PendingWrites | None = None
     state_of: StateOf | None = None
+    unrecorded = False
     is_parameter = False
     aliases: weakref.WeakSet[ShardState] | None = None
 

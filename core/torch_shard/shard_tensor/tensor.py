@@ -102,7 +102,7 @@ class ShardTensor(torch.Tensor):
                 return unsharded.grad
         with torch._C.DisableTorchFunctionSubclass():
             grad = own_grad(self)
-        if grad is None and unit is not None:
+        if grad is None and unit is not None and self._shard_state.is_parameter:
             unit.runtime.check_grad_reader()
         return grad
 
@@ -192,7 +192,7 @@ class ShardTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         unit = self._unit
-        if unit is not None and getattr(self, "_is_param", False):
+        if unit is not None and self._shard_state.is_parameter:
             return unit.deepcopy_param(self, memo)
         with torch._C.DisableTorchFunctionSubclass():
             if not self.is_leaf:

@@ -23,6 +23,7 @@ from ..numerics.stochastic_rounding import EXACT
 from ..utils.autograd_private import graph_task
 from ..utils.pytree import own_memory, storage_of, tensors_in
 from . import derivation
+from .aliases import is_leaf_alias
 from .attributes import HANDLERS
 from .autograd import (
     GatherFull,
@@ -54,7 +55,7 @@ from .function_sets import (
 )
 from .spec import gather_error, same_cut
 from .tensor import ShardTensor
-from .unsharded_param import recorded_edit
+from .unsharded_param import lost_graph, recorded_edit
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -120,7 +121,13 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args = (args[0], torch.empty(args[1].shape, device="meta"))  # the shape needs no unshard
     this = FunctionCall(func, name, args, kwargs)
     of_unit = any([isinstance(t, ShardTensor) and t._unit is not None for t in this.tensors])  # noqa: C419 (hot)
-    return _on_demand(this) if of_unit else _run(this)
+    run = _on_demand if of_unit else _run
+    if not torch.is_grad_enabled():
+        return run(this)
+    if _is_recorded_edit(this):
+        return _edit_unrecorded(this, run)
+    lost = next((t for t in this.sharded if t._shard_state.unrecorded and t is not this.target), None)
+    return run(this) if lost is None else _not_recorded(run(this), lost)
 
 
 def _run(call: FunctionCall) -> Any:
@@ -203,13 +210,16 @@ _SCALARS = NORMS | EXTREMES | SCALAR_REDUCTIONS
 # But no model computes an output with gradients and optimizer state, so that these stay on shards. Hence `origin`, which tells
 # them apart.
 def _is_derived(t: Any) -> bool:
-    """Return True if `t` was computed from parameters: ``temp.exp()``, ``p * 2``, a meta-learner's ``p - lr * grad``."""
+    """Return True if `t` was computed from parameters: ``temp.exp()``, ``p * 2``, a meta-learner's ``p - lr * grad``.
+
+    So was ``p.detach().requires_grad_()``, where gradients are recorded: the leaf has a gradient of its own.
+    """
     if t._shard_state.origin is not None:
         return True
     if not torch.is_grad_enabled():
         return False
     with _NoTorchFunction():
-        return t.grad_fn is not None
+        return t.grad_fn is not None or is_leaf_alias(t)
 
 
 def _descent(tensors: list[Any]) -> tuple[bool, bool]:
@@ -230,12 +240,17 @@ def _descent(tensors: list[Any]) -> tuple[bool, bool]:
 def _on_full_tensors(call: FunctionCall) -> Any:
     """Run a function with the full tensors in place of those that were computed from parameters. Collective."""
     target = call.target
-    if isinstance(target, ShardTensor) and _is_derived(target) and call.name not in IN_PLACE_OPERATORS:
-        # The function would edit the full tensor, which is dropped. After `t += x`, `t` is the result, which is right.
+    if (
+        isinstance(target, ShardTensor)
+        and _is_derived(target)
+        and (call.name not in IN_PLACE_OPERATORS or target._unit is not None)
+    ):
+        # The function would edit the full tensor, which is dropped. After `t += x`, `t` is the result, which is right unless `t`
+        # shares its memory with a parameter.
         raise gather_error(call.tensors, call.name, "in place needs all of what was computed from it")
     derived = [t for t in call.sharded if _is_derived(t)]
     with _NoTorchFunction():
-        fulls = [GatherFull.apply(t) for t in derived]
+        fulls = [_as_shown(GatherFull.apply(t), t) for t in derived]
     result = call.run(derived, fulls)
     unit = next((unit for t in derived if (unit := derivation.unit_of_origin(t)) is not None), None)
     if unit is not None:
@@ -243,6 +258,13 @@ def _on_full_tensors(call: FunctionCall) -> Any:
         if copies:  # `(p * 2)[0].zero_()` would be lost
             unit.runtime.on_demand.watch_copies(copies, f"what was computed from {_names_of(call.tensors)}")
     return result
+
+
+def _as_shown(full: torch.Tensor, t: ShardTensor) -> torch.Tensor:
+    """Return the full values of `t` with the dtype and on the device that `t` shows."""
+    if t._unit is None:
+        return full
+    return full.to(computed_on(t) or full.device, computed_in(t) or full.dtype)
 
 
 def _records(tensors: list[Any]) -> bool:
@@ -381,14 +403,13 @@ def _on_demand(call: FunctionCall) -> Any:
     originals: list[Any] = []
     asked: list[Any] = []
     local_ok: bool | None = None
-    if torch.is_grad_enabled():
-        _refuse_recorded_edit(call)
+    recording = torch.is_grad_enabled()
     result: Any = None
     copies: list[torch.Tensor] = []
     try:
         for t in call.tensors:
             unit = t._unit if isinstance(t, ShardTensor) and id(t) not in unsharded else None
-            if unit is None:
+            if unit is None or (recording and is_leaf_alias(t)):  # computed with in full, below
                 continue
             if local_ok is None:
                 local_ok = _shards_suffice(call)
@@ -420,18 +441,43 @@ def _on_demand(call: FunctionCall) -> Any:
             unit.runtime.on_demand.end(unit, result, copies, _names_of(originals))
 
 
-def _refuse_recorded_edit(call: FunctionCall) -> None:
+def _is_recorded_edit(call: FunctionCall) -> bool:
+    """Return True if plain torch would make what is edited a part of a graph: a parameter, an alias or a copy of one."""
     target = call.target
-    if (
-        not isinstance(target, ShardTensor)
-        or target._unit_ref is None
-        or len(call.tensors) < 2
-        or initialises(call.name)
-    ):
-        return
+    if not isinstance(target, ShardTensor) or len(call.tensors) < 2 or initialises(call.name):
+        return False
+    if target._unit_ref is None and target._shard_state.origin is None:
+        return False
     with _NoTorchFunction():
-        if not target.requires_grad and any(t.requires_grad for t in call.tensors):
-            raise recorded_edit(target._spec.name, target._spec.world_rank)
+        return not target.requires_grad and any(
+            t.requires_grad or (isinstance(t, ShardTensor) and t._shard_state.unrecorded) for t in call.tensors
+        )
+
+
+def _edit_unrecorded(call: FunctionCall, run: Callable[[FunctionCall], Any]) -> Any:
+    """Run an edit of an alias or copy (``p.data += b @ a``), whose graph programs usually drop at once, without recording it.
+
+    Raises:
+        ShardError: the parameter itself is edited.
+    """
+    target = call.target
+    if target._shard_state.is_parameter:
+        raise recorded_edit(target._spec.name, target._spec.world_rank)
+    with torch.no_grad():
+        result = run(call)
+    target._shard_state.unrecorded = True
+    return result
+
+
+def _not_recorded(result: Any, edited: ShardTensor) -> Any:
+    """Return the result of a function of `edited`, an alias or copy that :func:`_edit_unrecorded` has edited.
+
+    Raises:
+        ShardError: the result would be a part of that graph.
+    """
+    if any(t is not edited and (t.is_floating_point() or t.is_complex()) for t in tensors_in(result)):
+        raise lost_graph(edited._spec.name, edited._spec.world_rank)
+    return result
 
 
 _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {

@@ -158,6 +158,15 @@ def recorded_edit(name: str, rank: int) -> ShardError:
     )
 
 
+def lost_graph(name: str, rank: int) -> ShardError:
+    """Return the error for a use of an alias or copy that was edited with a value that records gradients."""
+    return ShardError(
+        f"rank {rank}: an alias or copy of {name} (.data, detach(), clone()) was edited in place with a value that requires "
+        "gradients, and is now computed with. It is stored in shards, which record nothing, so that this value would get no "
+        "gradient. Compute out of place (weight.detach() * scale), or under torch.no_grad(), or with its detach()."
+    )
+
+
 def mark_of_unit(buffer: torch.Tensor) -> None:
     """Mark the storage of a unit's full buffer, whose memory is freed and allocated whatever views there are."""
     buffer.untyped_storage()._of_unit = True  # type: ignore[attr-defined]  # torch keeps one object for each storage
