@@ -12,6 +12,7 @@ from torch import nn
 from tests.compat.harness import MLP, Pair, batch, loss_of, same, train_both
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard.errors import NeedsGatherError
 
 STRATEGIES = pytest.mark.parametrize(
     "strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")]
@@ -191,6 +192,24 @@ def test_values_are_put_aside_and_put_back_inside_gathered(rank, world_size, str
     pair.check()
     same(before * 2, pair.plain[0].bias)
     pair.train(0)
+
+
+@ranks(2)
+def test_a_sharded_value_is_refused_where_one_rank_alone_has_the_parameters(rank, world_size):
+    pair = Pair(MLP, rank, world_size)
+    param = pair.model.head.weight
+    average = param.detach() * 2
+    with pair.engine.gathered(ranks=0, write=True):
+        if rank == 0:
+            with pytest.raises(NeedsGatherError, match=r"head\.weight .*full_tensor"):
+                param.data = average
+    pair.check()
+    full = average.full_tensor()
+    with pair.engine.gathered(ranks=0, write=True):
+        if rank == 0:
+            param.data = full
+    pair.plain.head.weight.data.mul_(2)
+    pair.check()
 
 
 class Binarised(nn.Linear):

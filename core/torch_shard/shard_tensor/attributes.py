@@ -74,7 +74,7 @@ def set_data(param: ShardTensor, value: Any) -> None:
     Not collective, except for a ShardTensor inside ``engine.gathered``, of which the unsharded parameter needs all.
 
     Raises:
-        NeedsGatherError: `value` has another shape, dtype, device or cut.
+        NeedsGatherError: `value` has another shape, dtype, device or cut, or is sharded inside ``engine.gathered(ranks=...)``.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Variable data has to be a tensor, but got {type(value).__name__}")
@@ -98,6 +98,11 @@ def set_data(param: ShardTensor, value: Any) -> None:
     refuse_unreduced(value, ".data = ")
     with torch.no_grad():
         if unsharded is not None:  # the shard gets its values at the end of ``gathered``
+            if isinstance(value, ShardTensor) and param._unit.runtime.solo:  # type: ignore[union-attr]
+                raise NeedsGatherError(
+                    f"rank {spec.world_rank}: .data of {spec.name} was assigned a sharded tensor inside gathered(ranks=...), "
+                    "where each rank goes alone and has a part of it only. Assign value.full_tensor(), computed before."
+                )
             full = torch.empty_like(unsharded.data).copy_(value)
             leave_values(param, _plain(unsharded))
             unsharded.data = full
