@@ -103,6 +103,35 @@ def test_one_rank_reads_averaged_weights_and_training_goes_on_without_them(rank,
         same(values(sharded), values(plain))
 
 
+class Aliases(Average):
+    """Keeps the weights of before as ``p.data``, which plain torch leaves as they are when ``p.data`` is assigned others."""
+
+    def store(self, params: Params) -> None:
+        self.stored = [p.data for p in params]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "shard_grad_op", "no_shard")])
+@ranks(2, exhaustive=(3,))
+def test_one_rank_keeps_the_weights_as_aliases_while_it_reads_averaged_ones(rank, strategy):
+    sharded, _, plain = made(strategy)
+    for _ in range(2):
+        ours, theirs = (Aliases(plain.parameters(), "by assignment") for _ in range(2))
+        for average in (ours, theirs):
+            average.shadow = [value * 0.9 for value in average.shadow]
+        if rank == 0:
+            for average, model in ((ours, sharded), (theirs, plain)):
+                average.store(model.parameters())
+                average.copy_to(model.parameters())
+            same(values(sharded), values(plain))
+            for average, model in ((ours, sharded), (theirs, plain)):
+                average.restore(model.parameters())
+            same(values(sharded), values(plain))
+            same(file_of(sharded), plain.state_dict())
+        for model in (sharded, plain):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        same(values(sharded), values(plain))
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optim"])
 @ranks(2, exhaustive=(3,))
 def test_all_ranks_swap_and_one_of_them_reads_alone_or_late(rank, strategy):

@@ -12,6 +12,7 @@ from torch import nn
 from tests.compat.harness import MLP, Pair, batch, loss_of, same, train_both
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
+from torch_shard import Precision
 from torch_shard.errors import NeedsGatherError
 
 STRATEGIES = pytest.mark.parametrize(
@@ -279,6 +280,15 @@ def test_a_forward_computes_with_other_values_and_puts_the_old_ones_back(rank, w
 @ranks(2, exhaustive=(3,))
 def test_a_forward_lets_another_module_compute_with_other_values(rank, world_size, strategy):
     train_both(BinarisesAnother, rank, world_size, unit_bytes=100, strategy=strategy, steps=4)
+
+
+@ranks(2)
+def test_under_mixed_precision_a_forward_puts_the_stored_values_back(rank, world_size):
+    precision = Precision(param_dtype=torch.float32)
+    pair = Pair(BinarisesAnother, rank, world_size, unit_bytes=100, precision=precision)
+    loss_of(pair.model(batch(rank, 0, 4, 5))).backward()
+    assert pair.model.b.weight.grad is not None
+    pair.check()  # in float64
 
 
 @ranks(2)

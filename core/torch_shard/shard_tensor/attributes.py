@@ -86,9 +86,12 @@ def set_data(param: ShardTensor, value: Any) -> None:
         unsharded.data = value
         return
     spec, local = param._spec, param._local
+    if not isinstance(value, ShardTensor) and _alike(value, param):  # inside a forward it shows what computes
+        value = value.to(local.device, local.dtype)
+    given = value._local if isinstance(value, ShardTensor) else value
     problem = _misfit(param, value)
-    if value.dtype != local.dtype or value.device != local.device:
-        problem = f"{value.dtype} on {value.device} in place of {local.dtype} on {local.device}"
+    if given.dtype != local.dtype or given.device != local.device:
+        problem = f"{given.dtype} on {given.device} in place of {local.dtype} on {local.device}"
     if problem:
         raise NeedsGatherError(
             f"rank {spec.world_rank}: .data of the sharded {spec.name} was assigned (by Module.to(), half() or float(), perhaps) "
