@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,18 @@ class Model(nn.Module):
         return self.last(out)
 
 
+def dtypes_of_both(model: nn.Module, step: Callable[[nn.Module], None], config: ShardConfig) -> list[torch.dtype]:
+    """Return the dtypes that a traced step notes, and compare them with those of the same step of the sharded model."""
+    NOTED.clear()
+    trace_for(model, step, make_plan(model, config, 1), config)
+    traced = NOTED.copy()
+    NOTED.clear()
+    torch_shard.shard(model, config)
+    step(model)
+    assert traced == NOTED
+    return traced
+
+
 @pytest.mark.parametrize("cast_inputs", [True, "root"])
 @pytest.mark.parametrize("keep", [(), ("kept",), (nn.LayerNorm, nn.Linear)])
 def test_kept_modules_compute_as_they_are_stored(keep, cast_inputs):
@@ -53,14 +67,7 @@ def test_kept_modules_compute_as_they_are_stored(keep, cast_inputs):
         results.append(out.dtype)
         out.sum().backward()
 
-    NOTED.clear()
-    model = Model()
-    trace_for(model, step, make_plan(model, config, 1), config)
-    traced = NOTED.copy()
-    NOTED.clear()
-    torch_shard.shard(model, config)
-    step(model)
-    assert traced == NOTED
+    traced = dtypes_of_both(Model(), step, config)
     assert results == [torch.float64] * 2
     assert (torch.float32 in traced) == bool(keep)
 
@@ -83,11 +90,4 @@ def test_inputs_of_a_frozen_part_that_is_not_cast_stay_as_they_are():
     def step(model):
         model(torch.randn(2, 8)).float().sum().backward()
 
-    NOTED.clear()
-    model = WithFrozen()
-    trace_for(model, step, make_plan(model, config, 1), config)
-    traced = NOTED.copy()
-    NOTED.clear()
-    torch_shard.shard(model, config)
-    step(model)
-    assert traced == NOTED == [torch.float16] * 2 + [torch.bfloat16] * 2
+    assert dtypes_of_both(WithFrozen(), step, config) == [torch.float16] * 2 + [torch.bfloat16] * 2
