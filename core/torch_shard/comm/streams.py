@@ -235,6 +235,11 @@ def streams_of(device: torch.device) -> Streams:
     return found
 
 
+def on_device(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which `device` is the current one; None leaves that as it is."""
+    return _NO_CONTEXT if device is None else streams_of(device).on_device()
+
+
 def current_streams() -> Streams:
     """Return the streams of the current accelerator if this process has used one, else those of the CPU."""
     kind = accelerator()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..comm.streams import streams_of
+from ..comm.streams import on_device
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, SetupError, ShardError
 from ..runtime.forward_hooks import uncompiled
@@ -230,7 +230,7 @@ def _shard(root: nn.Module, filled_later: Set[int] | None) -> Engine:
     device = request.device
     try:
         # The first forward may be under inference_mode, and the buffers must be ordinary tensors.
-        with torch.inference_mode(False), _on(device):
+        with torch.inference_mode(False), on_device(device):
             engine = shard(root, mesh=request.mesh, **settings)
     except BaseException:
         for handle in handles:
@@ -251,10 +251,6 @@ def _shard(root: nn.Module, filled_later: Set[int] | None) -> Engine:
     if request.strategy is not None:  # FullyShardedDataParallel's own default
         set_state_dict_type(root, StateDictType.FULL_STATE_DICT)
     return engine
-
-
-def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device is None else streams_of(device).on_device()
 
 
 def _refuse_own_grads(root: nn.Module, mark: Mark) -> None:

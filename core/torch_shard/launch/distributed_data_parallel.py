@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as _TorchDDP
 
-from ..comm.streams import streams_of
+from ..comm.streams import on_device
 from ..config.precision import Precision
 from ..engine import Engine, engine_of, shard
 from ..errors import ConfigError, ShardError
@@ -71,7 +71,7 @@ class DistributedDataParallel(_TorchDDP):
         nn.Module.__init__(self)  # not torch's own, which would allocate its buckets
         mesh, config = _request(module, given)
         device = None if _overrides.on_host else _device_of(given, module)
-        with _on(device):
+        with on_device(device):
             shard(module, mesh=mesh, **config)
         self.module = module
         self.device = self._engine.device
@@ -222,7 +222,3 @@ def _device_of(given: Mapping[str, Any], module: nn.Module) -> torch.device | No
     if not ids:
         return None
     return torch.device(kind, ids[0]) if isinstance(ids[0], int) else torch.device(ids[0])
-
-
-def _on(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if device is None else streams_of(device).on_device()

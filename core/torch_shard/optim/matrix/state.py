@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import statistics
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -147,7 +146,8 @@ def stages_of(params: Sequence[ShardTensor], ranks: int) -> dict[int, int]:
         of = unit_of(p)
         units.setdefault(-1 if of is None else of.index, []).append(i)
     # The median, because one large embedding must not make all stages as large.
-    usual = statistics.median_high(sum(size[i] for i in members) for members in units.values()) if units else 0
+    totals = sorted(sum(size[i] for i in members) for members in units.values())
+    usual = totals[len(totals) // 2] if totals else 0
     limit = max(_SMALL, min(sum(size) // 16, usual * ranks // 2), usual * ranks // 4)
     stage, filled = 0, 0
     stage_of: dict[int, int] = {}
