@@ -22,7 +22,8 @@ ORDER = (
 )  # fmt: skip
 GROUND = {"errors", "log", "versions"}
 ENGINE = {
-    "activation_checkpointing", "activation_offload", "close", "deferred_init", "engine", "optim_state", "state_dict_type",
+    "activation_checkpointing", "activation_offload", "close", "deferred_init", "engine", "optim_state", "precision",
+    "state_dict_type", "statistics",
 }  # fmt: skip
 TOP = {"__init__", "__main__"}
 

@@ -104,6 +104,37 @@ def test_everything_that_torch_shard_exports_exists():
         assert getattr(torch_shard, name) is not None
 
 
+# What the documentation named before the files lay in folders, by module.
+EARLIER_NAMES = {
+    "torch_shard": "shard engine_of from_files Engine ShardConfig Precision Quantized Offload make_plan Plan ShardTensor",
+    "torch_shard.statistics": "Statistics",
+    "torch_shard.precision": "norms_in",
+    "torch_shard.checkpoint.full_files": "open_full",
+    "torch_shard.plan": "UnitPlan ParamInfo BufferInfo PredictedBytes",
+    "torch_shard.activation_checkpointing": "checkpointed_layers keep_activations offload_of",
+    "torch_shard.activation_offload": "ActivationOffload",
+    "torch_shard.optim": "register kind_of",
+    "torch_shard.optim_state": "full_optim_state_dict sharded_optim_state_dict optim_state_dict optim_state_dict_to_load "
+    "shard_full_optim_state_dict flatten_sharded_optim_state_dict scatter_full_optim_state_dict rekey_optim_state_dict",
+    "torch_shard.state_dict_type": "set_state_dict_type get_state_dict_type state_dict_type",
+    "torch_shard.fsdp": "FullyShardedDataParallel fully_shard FSDPModule UnshardHandle register_fsdp_forward_method "
+    "share_comm_ctx",
+    "torch_shard.fsdp.sharded_grad_scaler": "ShardedGradScaler",
+    "torch_shard.errors": "ShardError ConfigError UnavailableError SetupError HostStepError LayoutError ReplacedParameterError "
+    "NeedsGatherError ShardPicklingError StateDictError DivergenceError MissingRankError NonFiniteError UnitStateError "
+    "CheckpointError HostMemoryError PinnedMemoryError DiskError",
+    "lightning_shard": "ShardStrategy ShardMonitor ShardFabricStrategy",
+    "accelerate_shard": "Accelerator ShardPlugin ShardTrainerMixin enable disable from_pretrained",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in EARLIER_NAMES.items() for name in names.split()]
+)
+def test_names_that_were_documented_keep_their_import_paths(module, name):
+    assert callable(getattr(importlib.import_module(module), name))
+
+
 def test_every_error_says_when_it_is_raised_and_what_to_do():
     for name in errors.__all__:
         error = getattr(errors, name)
