@@ -42,6 +42,8 @@ assert not torch.distributed.is_available()
 
 def test_where_torch_has_no_distributed_the_packages_import_and_shard_says_so():
     code = WITHOUT_DISTRIBUTED + "".join(f"import {name}\n" for name in PACKAGES)
+    code += "from torch_shard.comm.process_groups import group_timeout\n"  # which front ends ask before they shard
+    code += "assert group_timeout(torch.device('cpu')) == 1800.0\n"
     result = run_python("-c", code + "torch_shard.shard(torch.nn.Linear(2, 2))", expected=1)
     assert "UnavailableError" in result.stderr.splitlines()[-1], result.stderr
     assert "torch.distributed" in result.stderr.splitlines()[-1]
