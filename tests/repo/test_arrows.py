@@ -47,14 +47,38 @@ PRIVATE = {
     "_shard_state",
 }
 
-# Of torch.distributed, what rooms other than comm may import: types and file formats, no collectives.
-TYPES = (
-    "torch.distributed.tensor",
-    "torch.distributed.device_mesh",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-)
+# Of torch.distributed, what rooms other than comm may import: types and file formats, no collectives. "*" is for modules that
+# have no others.
+TYPES = {
+    "torch.distributed.tensor": {"DTensor", "Replicate"},
+    "torch.distributed.checkpoint.default_planner": {
+        "DefaultLoadPlanner", "DefaultSavePlanner", "create_default_local_load_plan",
+    },
+    "torch.distributed.checkpoint.filesystem": {"FileSystemReader"},
+    "torch.distributed.checkpoint.metadata": {"*"},
+    "torch.distributed.checkpoint.planner": {"*"},
+    "torch.distributed.checkpoint.storage": {"*"},
+    "torch.distributed.fsdp": {
+        "CPUOffload", "BackwardPrefetch", "CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecision", "MixedPrecisionPolicy",
+        "OffloadPolicy", "ShardingStrategy",
+        "StateDictConfig", "FullStateDictConfig", "LocalStateDictConfig", "ShardedStateDictConfig",
+        "OptimStateDictConfig", "FullOptimStateDictConfig", "LocalOptimStateDictConfig", "ShardedOptimStateDictConfig",
+        "StateDictSettings", "StateDictType",
+    },
+    "torch.distributed.fsdp.api": {"*"},
+    "torch.distributed.fsdp.wrap": {"*"},
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": {"ActivationWrapper"},
+}  # fmt: skip
+# Modules of torch.distributed that a file has as a whole, to hand their names on or to replace some of them.
+MODULES = {
+    "checkpoint/format/dcp_metadata.py": {
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.metadata",
+    },
+    "fsdp/__init__.py": {"torch.distributed.fsdp"},
+    "fsdp/dcp_patch.py": {"torch.distributed.checkpoint.state_dict"},
+    "launch/replace.py": {"torch.distributed.fsdp"},
+}
 # And what any room may ask.
 STATE = ("is_available", "is_initialized", "is_nccl_available", "get_rank", "get_world_size")
 # Of torch, what only comm/streams.py asks for devices; and what else does, for more than streams and events.
@@ -75,9 +99,15 @@ EXCEPTIONS = {
     "selftest/ranks.py",
     # Is torchrun, which starts such a program.
     "selftest/launcher.py",
+    # Trains the same model under FSDP2, to compare.
+    "selftest/speed.py",
     # Stands where torchrun stands: gives a script that is planned the process group of a rank whose others don't exist.
     "launch/planned_script.py",
 }
+# Methods through which DTensors communicate, and the file that may call them: it brings a gradient that tensor parallelism has
+# distributed in another way into the way of its parameter, over the tensor-parallel group, which is the user's.
+DTENSOR_COLLECTIVES = {"redistribute"}
+REDISTRIBUTES = {"layout/dtensor_placement.py"}
 
 
 class Import(NamedTuple):
@@ -178,19 +208,43 @@ def reads_private(file: Path, source: str | None = None) -> list[str]:
 
 
 def communicates(file: Path, source: str | None = None) -> list[str]:
-    """Return the imports and attributes through which a file could call torch.distributed."""
+    """Return the imports and attributes through which a file could call torch.distributed, or DTensor's collectives."""
     tree = ast.parse(file.read_text() if source is None else source)
-    found = [
-        f"{file.relative_to(ROOT)}:{node.lineno} calls torch.distributed.{node.attr}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.distributed"
-        if node.attr not in STATE and not f"torch.distributed.{node.attr}".startswith(TYPES)
-    ]
+    own = str(file.relative_to(CORE))
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    inner = {id(node.value) for node in attributes}
+    found = []
+    for node in attributes:
+        name = _dotted(node)
+        if name.startswith("torch.distributed.") and id(node) not in inner and not _is_type(own, name):
+            found.append(f"{file.relative_to(ROOT)}:{node.lineno} uses {name}")
+        if node.attr in DTENSOR_COLLECTIVES and own not in REDISTRIBUTES:
+            found.append(f"{file.relative_to(ROOT)}:{node.lineno} calls .{node.attr}")
     for each in imports_of(file, source):
         full = f"{each.module}.{each.name}" if each.name else each.module
-        if (full + ".").startswith("torch.distributed.") and not (full + ".").startswith(tuple(t + "." for t in TYPES)):
+        if (full + ".").startswith("torch.distributed.") and not _is_type(own, full):
             found.append(str(each))
     return found
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return ``a.b.c`` as it is written; "" for an attribute of anything but a name."""
+    if isinstance(node, ast.Attribute):
+        head = _dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_type(file: str, name: str) -> bool:
+    """Return whether a file of a room other than comm may have this name of torch.distributed, or attributes of it."""
+    parts = name.split(".")
+    for end in range(3, len(parts) + 1):
+        module, last = ".".join(parts[: end - 1]), parts[end - 1]
+        if {last, "*"} & TYPES.get(module, set()) or (module == "torch.distributed" and last in STATE):
+            return True
+        if f"{module}.{last}" in MODULES.get(file, ()):
+            return True
+    return False
 
 
 def asks_devices(file: Path, source: str | None = None) -> list[str]:
@@ -274,7 +328,20 @@ WRONG = [
     (communicates, "core/torch_shard/unit/unit.py", "from torch import distributed", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed import all_reduce", 1),
     (communicates, "core/torch_shard/unit/unit.py", "import torch\n\ntorch.distributed.all_reduce(x)", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "import torch\n\ntorch.distributed.tensor.distribute_tensor(x)", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed.tensor import distribute_tensor", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed.checkpoint import save", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed import checkpoint", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "import torch.distributed.tensor", 1),
+    (communicates, "core/torch_shard/unit/unit.py", "p.redistribute(placements=[Replicate()])", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed.tensor import DTensor", 0),
+    (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed.checkpoint.metadata import Metadata", 0),
+    (
+        communicates,
+        "core/torch_shard/unit/unit.py",
+        "import torch\n\ntorch.distributed.fsdp.ShardingStrategy.NO_SHARD",
+        0,
+    ),
     (communicates, "core/torch_shard/unit/unit.py", "import torch\n\ntorch.distributed.is_initialized()", 0),
 ]
 
