@@ -1,8 +1,6 @@
-"""The structure of lightning_shard: its rooms import downwards only, and name no private attribute of the engine."""
+"""The structure of lightning_shard: its rooms import downwards only. ``tests/repo/test_arrows.py`` holds what it may name."""
 
 from __future__ import annotations
-
-import ast
 
 from tests.repo.test_arrows import ROOT, files_of, imports_of
 
@@ -19,7 +17,6 @@ BELOW = {
 }
 """What each room may import beside itself. The modules for one namespace of Lightning lie flat, or in fabric, above all rooms
 but run, which derives from their strategies."""
-PRIVATE = {"_abandon", "_model", "_runtime", "_shard_state", "_spec", "_unit", "_unit_ref", "_watch"}
 
 
 def test_rooms_import_downwards_only():
@@ -31,14 +28,3 @@ def test_rooms_import_downwards_only():
             if package == "lightning_shard" and rooms and rooms[0] not in {room, *BELOW[room]}:
                 upward.append(str(each))
     assert upward == []
-
-
-def test_no_private_attribute_of_the_engine_is_named():
-    named = []
-    for file in files_of(PACKAGE):
-        for node in ast.walk(ast.parse(file.read_text())):
-            # What a strategy calls so itself is its own.
-            own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-            if isinstance(node, ast.Attribute) and node.attr in PRIVATE and not own:
-                named.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.attr}")
-    assert named == []

@@ -35,17 +35,9 @@ FRONT_ENDS = ("lightning_shard", "accelerate_shard")
 
 # Attributes of engines and of sharded tensors that are the engine's own.
 PRIVATE = {
-    "_runtime",
-    "_watch",
-    "_pending",
-    "_staging",
-    "_abandon",
-    "_spec",
-    "_local",
-    "_unit",
-    "_unit_ref",
-    "_shard_state",
-}
+    "_abandon", "_ignored", "_let_go", "_local", "_model", "_pending", "_runtime", "_shard_state", "_spec", "_staging", "_unit",
+    "_unit_ref", "_watch",
+}  # fmt: skip
 
 # Of torch.distributed, what rooms other than comm may import: types and file formats, no collectives. "*" is for modules that
 # have no others.
@@ -324,6 +316,7 @@ WRONG = [
         0,
     ),
     (reads_private, "lightning_shard/__init__.py", "engine._runtime.units[0].params[0]._local", 2),
+    (reads_private, "lightning_shard/__init__.py", "engine._model() is engine._ignored()", 2),
     (communicates, "core/torch_shard/unit/unit.py", "import torch.distributed as dist", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch import distributed", 1),
     (communicates, "core/torch_shard/unit/unit.py", "from torch.distributed import all_reduce", 1),
