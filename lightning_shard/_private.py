@@ -12,6 +12,7 @@ Attributes of Lightning's own objects that the strategy reads or writes, and why
 - ``StochasticWeightAveraging._average_model``, ``WeightAveraging._average_model``: the copies that they average in (see
   :func:`average_of`);
 - ``LightningModule._trainer``: None where there is no Trainer;
+- ``__class__`` of a precision plugin: becomes a subclass of the plugin's own class, which clips through the engine;
 - ``Strategy._layer_sync``: where the Trainer leaves the plugin of ``sync_batchnorm=True``;
 - ``Trainer.fit`` passes ``weights_only`` to the launcher, by that name (see :func:`asked_weights_only`);
 - ``Strategy._precision``, ``_backward_sync_control`` of Fabric: the base class's, the latter read by ``no_backward_sync``;
