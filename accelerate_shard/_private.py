@@ -35,23 +35,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "PREPARED_LISTS",
-    "TESTED",
-    "accelerator_of_trainers",
-    "adapter_state",
-    "compiled_inner",
-    "generates",
-    "is_peft_model",
-    "is_tuner",
-    "plain_optimizer",
-    "prompt_encoders",
-    "refuse_local_sgd",
-    "saved_adapters",
-    "shared_state",
-    "takes_adapters",
-]
-
 TESTED = {"accelerate": ("1.15.0",), "transformers": ("5.23.0", "5.24.0"), "peft": ("0.21.2",)}
 
 PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")

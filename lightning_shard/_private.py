@@ -37,30 +37,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
-__all__ = [
-    "TESTED",
-    "MixinBase",
-    "Private",
-    "accumulates",
-    "asked_weights_only",
-    "average_of",
-    "call_requeue_handler",
-    "fabric_private",
-    "is_last_to_evaluate",
-    "is_redirected",
-    "logged_step",
-    "logs_this_step",
-    "private",
-    "requeue_signal_of",
-    "restore_requeue_handler",
-    "restore_sigterm_handling",
-    "run_as_forward",
-    "set_received_sigterm",
-    "shadow_requeue_handler",
-    "shadow_sigterm_handling",
-    "traces_graph",
-]
-
 TESTED = ("2.6.6",)
 
 # Mixins of strategies have no base of their own: they stand before a class of Lightning's, of either namespace.

@@ -26,8 +26,6 @@ from . import deferred_wrap
 from .module_mixin import WrappedModule, class_over
 from .translate_settings import of_fully_shard, unused
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
-
 _AUTOMATIC = "units are gathered ahead in the order of the last step; ShardConfig.prefetch says how many"
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 
-__all__ = ["chosen_by", "register"]
-
 
 def chosen_by(
     policy: Any, root: nn.Module, ignored: Iterable[nn.Module | nn.Parameter], arguments: dict[str, Any]

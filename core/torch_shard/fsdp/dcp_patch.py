@@ -22,8 +22,6 @@ from ..shard_tensor.tensor import ShardTensor
 from ..state_dict_type import as_shards
 from ..unit.unit import unit_of
 
-__all__ = ["install"]
-
 _WHAT = "get_state_dict(full_state_dict=True)"
 
 

@@ -16,9 +16,6 @@ from ..errors import SetupError
 from ..shard_tensor.tensor import ShardTensor
 from . import deferred_wrap
 
-__all__ = ["WrappedModule", "class_over"]
-
-
 # True while the state dict of a wrapped module is made in this context.
 _running: contextvars.ContextVar[bool] = contextvars.ContextVar("state_dict of a wrapped module", default=False)
 

@@ -33,8 +33,6 @@ from ..errors import ConfigError, SetupError
 from ..frontend.fsdp_settings import SHARDING_STRATEGIES, precision_of_policy
 from ..log import logger
 
-__all__ = ["Request", "config_of", "of_fsdp", "of_fully_shard", "unused", "warn_once"]
-
 _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # torch's variable
 
 
