@@ -47,7 +47,7 @@ class Engine:
 
     Attributes:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
-        config: the :class:`~torch_shard.config.shard_config.ShardConfig` in use.
+        config: the :class:`~torch_shard.ShardConfig` in use.
         recomputes: True if ``strategy="auto"`` has made layers recompute, until :meth:`close`.
         smaller_settings: the settings that take less memory than those that ``strategy="auto"`` chose; errors list them.
     """
@@ -213,7 +213,9 @@ class Engine:
         return clip.clip_grad_norm_(self._runtime, chosen, max_norm, norm_type, error_if_nonfinite, self._ignored())
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Limit each element of the gradients to ``[-clip_value, clip_value]``. Call it on all ranks, as any use of gradients.
+        """Limit each element of the gradients to ``[-clip_value, clip_value]``.
+
+        Call it on all ranks, like any other use of gradients.
 
         Raises:
             ShardError: the gradients are not reduced yet, because the last backward ran under :meth:`no_sync`.
@@ -728,8 +730,8 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
 
     Where it fails on one rank, all ranks raise and nothing has changed: parameters are what they were, and the model can be
     sharded again. If memory was missing half-way, values have come back from the shards: they are rank 0's under
-    `sync_module_states`, and rounded where ``Precision.master_dtype`` is narrower. Only if a rank is lost or interrupted
-    meanwhile, parameters that were sharded by then stay so, which is logged.
+    `sync_module_states`. Only if a rank is lost or interrupted meanwhile, or memory is missing for that, too, parameters that
+    were sharded by then may stay so; an error in the log names them.
 
     Args:
         model: any module; on the CPU, on this rank's GPU, or on meta. Optimizers built earlier stay valid.

@@ -43,7 +43,7 @@ class ShardError(RuntimeError):
 class ConfigError(ShardError, ValueError):
     """A user choice is unknown, has the wrong type, or contradicts another one.
 
-    Raised: when a :class:`~torch_shard.config.shard_config.ShardConfig` is built (the message starts with the
+    Raised: when a :class:`~torch_shard.ShardConfig` is built (the message starts with the
     field's name), and by ``shard()`` where the choice does not fit the model or the process group.
     Nothing has been changed yet.
     Remedy: correct the named field.

@@ -1,8 +1,8 @@
 """The engine in slow motion: what sharded training computes, holds and sends, in the most obvious code.
 
 One process plays all ranks: a list has one entry for each rank, and what ranks send each other is an assignment. Nothing here
-is fast, nothing runs at the same time as anything else, and nothing is shared with ``torch_shard``. The tests named
-``test_against_reference`` hold the real engine to it, so this is its specification in short. Read it from top to bottom:
+is fast, nothing runs at the same time as anything else, and nothing is shared with ``torch_shard``. The tests in the files
+``test_*against_reference.py`` hold the real engine to it, so this is its specification in short. Read it from top to bottom:
 
 ===================================  ==================================================================================
 ``flat_buffers``                     which parameters of a unit share a flat buffer, and in which order

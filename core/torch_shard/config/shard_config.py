@@ -67,10 +67,10 @@ class ShardConfig:
         mesh_dims: the names of the dimensions of the `DeviceMesh` given to ``shard`` that this model is sharded over: one, or
             for the hybrid strategies two, replicas and shards. ``None`` takes all that it has.
         precision: the dtypes in which parameters are stored, gathered and reduced; see
-            :class:`~torch_shard.config.precision.Precision`. A dtype, say ``torch.bfloat16``, stands for
-            ``Precision(param_dtype=...)``. ``None`` leaves every dtype as it is.
+            :class:`~torch_shard.Precision`. A dtype, say ``torch.bfloat16``, stands for ``Precision(param_dtype=...)``. ``None``
+            leaves every dtype as it is.
         quantized: the parameters and gradients that are sent as 8-bit codes; see
-            :class:`~torch_shard.config.quantization.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
+            :class:`~torch_shard.Quantized`. ``None`` sends every value as it is. Not with ``"no_shard"``.
         offload: the tensors that lie in host memory if a model is too large for its device: ``"cpu"`` for parameters and
             optimizer state, or an :class:`~torch_shard.offload.Offload`. ``None`` offloads nothing.
         ignore: modules, parameters, and globs of parameter names that are not sharded, nor
@@ -83,15 +83,15 @@ class ShardConfig:
             because the ranks compile kernels during it.
         alone: ``"read"`` lets one rank read the model while the others do something else: a forward without gradients, a state
             dict, one value under ``if rank == 0:``. ``"error"`` makes it a :class:`~torch_shard.errors.DivergenceError`.
-        alone_after: the seconds that a rank which reads gives another one that computes to come and read, too. It does not wait
-            so long for one that waits for something else.
+        alone_after: the seconds that a rank which wants to read waits for ranks that are still computing. It does not wait for
+            ranks that wait for something else.
         debug: compare each gathered unit with its shard before it is resharded, in every iteration.
             This finds edits of ``.data`` inside forward, and is slow.
         single_communicator: use one communicator for gathers and reductions, which then don't
             overlap each other. It is for systems on which two NCCL communicators misbehave.
         registered_memory: gathers fill, and reductions use, memory that NCCL has registered with its communicators
             (``torch.cuda.MemPool``), which it can send without copies of its own. This is for trials: it was never run with NCCL.
-        memory: for ``"auto"``, the bytes of each rank's device, or a text such as ``"70GiB"``. 5 % of it stay free, and on GPUs
+        memory: for ``"auto"``, the bytes of each rank's device, or a text such as ``"70GiB"``. 5 % of it stays free, and on GPUs
             1 GiB for the context and the communicators. ``None`` takes the memory of the GPU; on CPUs what is free, divided by
             the ranks of the node.
 
