@@ -244,9 +244,11 @@ def _fill(setup: Setup) -> None:
     setup.undo.callback(set_random_state, c.device, random_state(c.device))
     setup.attempt(_initialise_full, setup)
     sends = config.sync_module_states and any(setup.on_meta)
+    shared = random_state(c.device) if sends else []
+    coalesced = setup.attempt(coalesce, c, shared)
     if sends:
         setup.together()
-    with one_random_state(c, sends):
+    with one_random_state(c, shared, coalesced):
         for unit, groups, on_meta in units:
             setup.attempt(_enter_fresh, setup, unit, [g for g in groups if on_meta or _waits(setup, g)])
             if on_meta:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.broadcast_buffers import broadcast_coalesced
+from ..comm.broadcast_buffers import Coalesced, broadcast, broadcast_coalesced
 from ..comm.collectives import Collectives
 from ..comm.streams import streams_of
 from ..config.shard_config import ShardConfig
@@ -163,15 +163,16 @@ def _uninitialised(rank: int, name: str, module: str = "its module", attribute: 
 
 
 @contextmanager
-def one_random_state(c: Collectives, wanted: bool) -> Iterator[None]:
-    """Let all ranks draw rank 0's random numbers inside; afterwards a rank that had another state gets that back."""
-    if not wanted or c.world == 1:
+def one_random_state(c: Collectives, shared: list[torch.Tensor], coalesced: Coalesced) -> Iterator[None]:
+    """Let all ranks draw rank 0's random numbers inside; afterwards a rank that had another state gets that back.
+
+    `shared` is this rank's state, which rank 0's overwrites, and `coalesced` the memory for that; nothing happens without it.
+    """
+    if not shared or c.world == 1:
         yield
         return
     own = random_state(c.device)
-    shared = [s.clone().to(c.device) for s in own]
-    broadcast_coalesced(c, shared, "the broadcast of rank 0's random state")
-    shared = [s.cpu() for s in shared]
+    broadcast(c, coalesced, "the broadcast of rank 0's random state")
     set_random_state(c.device, shared)
     try:
         yield
