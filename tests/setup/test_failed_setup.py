@@ -223,31 +223,38 @@ def test_a_file_that_one_rank_cannot_read_changes_nothing_on_any(rank, world_siz
 # -- memory -------------------------------------------------------------------------------------------------------------------
 
 
+# Functions that take memory, for values that come later and for values that are there.
+TAKES = {
+    "empty": (torch.empty, torch.empty_like, torch.empty_strided),
+    "copied": (torch.zeros, torch.zeros_like, torch.cat, torch.Tensor.clone, torch.Tensor.to),
+}
+
+
 class Memory(TorchFunctionMode):
     """Has no room for one tensor, after a number of others."""
 
-    TAKES = (torch.empty, torch.empty_like, torch.empty_strided)
-
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, kind: str = "empty") -> None:
         super().__init__()
-        self.room = room
+        self.room, self.takes = room, TAKES[kind]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.TAKES:
+        if func in self.takes:
             self.room -= 1
             if self.room == -1:
                 raise torch.OutOfMemoryError("out of memory")
         return func(*args, **(kwargs or {}))
 
 
-def until_there_is_room(rank: int, failing: int, build: Callable[[], nn.Module], settings: dict[str, Any]) -> int:
+def until_there_is_room(
+    rank: int, failing: int, build: Callable[[], nn.Module], settings: dict[str, Any], kind: str = "empty"
+) -> int:
     """Shard without room for one tensor more each time, on one rank; return how often it has failed."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = Snapshot(model)
     for failures in range(1000):
         said = ""
-        with Memory(failures if rank == failing else 1_000_000):
+        with Memory(failures if rank == failing else 1_000_000, kind):
             try:
                 engine = torch_shard.shard(model, unit_bytes=300, timeout=20.0, **settings)
             except (torch.OutOfMemoryError, SetupError) as error:
@@ -269,10 +276,21 @@ def until_there_is_room(rank: int, failing: int, build: Callable[[], nn.Module],
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+@pytest.mark.parametrize("memory", ["empty", *exhaustive("copied")])
 @pytest.mark.parametrize("kind", MODELS)
 @ranks(2, exhaustive=(1,), timeout=120)
-def test_whatever_memory_is_missing_on_one_rank_nothing_changes_on_any(rank, world_size, kind, strategy):
-    assert until_there_is_room(rank, world_size - 1, MODELS[kind], {"strategy": strategy}) > 2
+def test_whatever_memory_is_missing_on_one_rank_nothing_changes_on_any(rank, world_size, kind, memory, strategy):
+    assert until_there_is_room(rank, world_size - 1, MODELS[kind], {"strategy": strategy}, memory) > 2
+
+
+@ranks(2)
+def test_missing_memory_is_no_fault_of_the_file_that_is_read(rank):
+    model = deferred()
+    with Memory(0 if rank else 1_000_000, "copied"), pytest.raises((torch.OutOfMemoryError, SetupError)) as error:
+        torch_shard.shard(model, unit_bytes=300, timeout=20.0)
+    assert str(error.value) == (
+        "out of memory" if rank else "sharding failed on another rank: rank 1: OutOfMemoryError: out of memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,7 +341,7 @@ class TwiceNoMemory(Memory):
     """Has no room for two tensors, after a number of others."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.TAKES and self.room == -1:
+        if func in self.takes and self.room == -1:
             self.room -= 1
             raise torch.OutOfMemoryError("out of memory")
         return super().__torch_function__(func, types, args, kwargs)

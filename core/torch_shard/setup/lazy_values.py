@@ -114,6 +114,8 @@ def _reading(values: Deferred) -> Iterator[None]:
     """Raise errors of the block as a CheckpointError that says what was read."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # nothing is wrong with what was read
     except Exception as error:
         raise CheckpointError(
             f"{values.origin} can't be read ({type(error).__name__}: {error}). Nothing has changed; shard the model once the "
