@@ -133,10 +133,12 @@ def note_fully_shard() -> None:
     importlib.import_module("torch.distributed._composable.fsdp")  # it has the function under an old name
 
     if not hasattr(fully_shard, "_stock"):
-        replace_everywhere(fully_shard, _notable(fully_shard), ["torch_shard", "lightning_shard", "accelerate_shard"])
+        replace_everywhere(fully_shard, notable(fully_shard), ["torch_shard", "lightning_shard", "accelerate_shard"])
 
 
-def _notable(stock: Callable[..., Any]) -> Callable[..., Any]:
+def notable(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's ``fully_shard``, `stock`, with calls inside :func:`noting` noted in place of made."""
+
     @functools.wraps(stock)
     def fully_shard(module: Any, **arguments: Any) -> Any:
         if not _noting:

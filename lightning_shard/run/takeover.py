@@ -91,7 +91,7 @@ def _replaced(settings: Mapping[str, Any], root: Root, connector: Any, strategy:
         return strategy
     _refuse_subclass(root, made, family)
     found = _translated(root, connector, made, family)
-    ours = _make(root, found, settings)
+    ours = make_stand_in(root, found, settings)
     renamed = _private.lower_precision(root, connector, _plugins(root), found.precisions)
     if renamed is not None:
         found.unused.append(f"DeepSpeed's precision (it is {renamed!r} here, which also keeps fp32 parameters)")
@@ -138,7 +138,8 @@ def _translated(root: Root, connector: Any, strategy: Any, family: str) -> Trans
     return translate(given, defaults)
 
 
-def _make(root: Root, found: Translation, settings: Mapping[str, Any]) -> Any:
+def make_stand_in(root: Root, found: Translation, settings: Mapping[str, Any]) -> Any:
+    """Return the strategy that takes the place of the one that was translated; `settings` are those of the runner."""
     fields, options = split_settings(settings)
     ignored = {"ignore": (*found.config.get("ignore", ()), *fields.get("ignore", ()))}
     config = torch_shard.ShardConfig(**{**found.config, **fields, **ignored})

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_shard.plan.pictures import _highest, _tiles, streams_plot, waits_in, waits_table
+from torch_shard.plan.pictures import highest_moments, streams_plot, tiles, waits_in, waits_table
 from torch_shard.plan.plan import Plan
 from torch_shard.plan.roofline import Timeline
 from torch_shard.plan.step_trace import Allocation, Free, StepTrace
@@ -20,9 +20,9 @@ from torch_shard.plan.step_trace import Allocation, Free, StepTrace
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=60))
 def test_tiles_fill_the_whole_with_areas_as_bytes(sizes: list[int]) -> None:
     units: Any = [SimpleNamespace(nbytes=size) for size in sorted(sizes, reverse=True)]
-    tiles = list(_tiles(units, 0.0, 0.0, 1.0, 1.0))
-    assert [unit for unit, *_ in tiles] == units
-    for unit, x, y, width, height in tiles:
+    found = list(tiles(units, 0.0, 0.0, 1.0, 1.0))
+    assert [unit for unit, *_ in found] == units
+    for unit, x, y, width, height in found:
         assert math.isclose(width * height, unit.nbytes / sum(sizes), rel_tol=1e-6)
         assert -1e-9 <= x <= x + width <= 1 + 1e-9 and -1e-9 <= y <= y + height <= 1 + 1e-9
 
@@ -61,7 +61,7 @@ def test_no_peak_is_left_out_of_the_plot() -> None:
     events: list[Any] = []
     for number in range(10_000):
         events += [Allocation(number, 7 + 1000 * (number == 7777), "cpu", "activation"), Free(number)]
-    times, levels = _highest(StepTrace("cpu", tuple(events)), [0.001 * i for i in range(len(events))])
+    times, levels = highest_moments(StepTrace("cpu", tuple(events)), [0.001 * i for i in range(len(events))])
     assert len(times) == len(levels) <= 401
     assert times == sorted(times)
     assert max(level["activation"] for level in levels) == 1007

@@ -12,7 +12,7 @@ from tests.precision.harness import MLP, Mixed, batch, loss_of, same_bits
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard import Precision
-from torch_shard.unit.gradient_buffer import _divided_before
+from torch_shard.unit.gradient_buffer import divided_before
 
 FP16, FP32 = torch.float16, torch.float32
 LOW = Precision(param_dtype=FP16)
@@ -20,7 +20,7 @@ LOW = Precision(param_dtype=FP16)
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64, 100, 1024])
 def test_half_of_the_division_comes_before_the_sum(world):
-    before = _divided_before(world)
+    before = divided_before(world)
     assert before & (before - 1) == 0
     assert before**2 >= world and (before == 1 or (before // 2) ** 2 < world)
 

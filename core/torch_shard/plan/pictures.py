@@ -58,7 +58,7 @@ def memory_plot(
         budget: the bytes of a line in the plot. If it is so high that nothing else could be seen, only the legend has it.
         measured: the seconds and bytes of the same step as it ran, which are another line.
     """
-    times, levels = _highest(step, clock)
+    times, levels = highest_moments(step, clock)
     shown = [kind for kind in KINDS if any(level[kind] for level in levels)]
     unit, name = _unit_for(max(sum(level.values()) for level in levels))
 
@@ -102,7 +102,7 @@ def _add_measured(axes: Any, measured: Sequence[tuple[float, int]], unit: int) -
         )
 
 
-def _highest(step: StepTrace, clock: Sequence[float]) -> tuple[list[float], list[dict[Any, int]]]:
+def highest_moments(step: StepTrace, clock: Sequence[float]) -> tuple[list[float], list[dict[Any, int]]]:
     """Return the milliseconds and the bytes by kind of the highest moment of each piece of a step."""
     found = _highest_of_pieces([(clock[index], sum(level.values()), level) for index, level in step.memory()])
     return [1000 * second for second, _ in found], [level for _, level in found]
@@ -221,7 +221,7 @@ def units_plot(plan: Plan) -> str:
     def draw(axes: Any) -> None:
         from matplotlib.patches import Rectangle
 
-        for unit, x, y, width, height in _tiles(units, 0.0, 0.0, 1.0, 1.0):
+        for unit, x, y, width, height in tiles(units, 0.0, 0.0, 1.0, 1.0):
             axes.add_patch(Rectangle((x, y), width, height, facecolor=colours[unit.name], edgecolor="#ffffff80"))
             if unit.nbytes >= _SMALL * whole:
                 dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in unit.dtypes)
@@ -236,7 +236,7 @@ def units_plot(plan: Plan) -> str:
     return caption + svg(draw, 4.0)
 
 
-def _tiles(
+def tiles(
     units: Sequence[UnitPlan], x: float, y: float, width: float, height: float
 ) -> Iterator[tuple[UnitPlan, float, float, float, float]]:
     """Yield units with rectangles that fill a given one: halves of about equal bytes, across its longer side, and so on."""
@@ -248,11 +248,11 @@ def _tiles(
         first, count = first + units[count].nbytes, count + 1
     part = first / whole if whole else count / len(units)
     if width >= height:
-        yield from _tiles(units[:count], x, y, width * part, height)
-        yield from _tiles(units[count:], x + width * part, y, width * (1 - part), height)
+        yield from tiles(units[:count], x, y, width * part, height)
+        yield from tiles(units[count:], x + width * part, y, width * (1 - part), height)
     else:
-        yield from _tiles(units[:count], x, y, width, height * part)
-        yield from _tiles(units[count:], x, y + height * part, width, height * (1 - part))
+        yield from tiles(units[:count], x, y, width, height * part)
+        yield from tiles(units[count:], x, y + height * part, width, height * (1 - part))
 
 
 def _colours(plan: Plan) -> dict[str, str]:

@@ -98,7 +98,7 @@ class GradientBuffer:
         """Divide sums over the ranks by `divisor` from now on, in place of the number of ranks."""
         world = self.collectives.data_parallel_size
         if self.dtypes.reduce is torch.float16:
-            before = _divided_before(world)
+            before = divided_before(world)
             self._divide(1.0 / before, before / divisor)
         elif self.collectives.averages and divisor == world and self.quantized is None:
             self._divide(1.0, 1.0, averages=True)
@@ -490,7 +490,7 @@ class GradientBuffer:
         self._await_all()
 
 
-def _divided_before(world: int) -> int:
+def divided_before(world: int) -> int:
     """Return the divisor to apply before a sum in fp16: a power of two, about the root of the number of ranks.
 
     Without it the sum may overflow; with the full division before the sum small gradients may become zero.

@@ -35,9 +35,9 @@ from lightning_shard.run.for_lightning import ShardStrategy as StandIn
 from lightning_shard.run.from_ddp import from_ddp
 from lightning_shard.run.from_deepspeed import from_deepspeed
 from lightning_shard.run.from_fsdp import from_fsdp
-from lightning_shard.run.from_model_parallel import Noted, _notable, from_model_parallel
+from lightning_shard.run.from_model_parallel import Noted, from_model_parallel, notable
 from lightning_shard.run.settings import read_settings
-from lightning_shard.run.takeover import _make
+from lightning_shard.run.takeover import make_stand_in
 from lightning_shard.run.translation import Translation, defaults_of
 from lightning_shard.strategy.settings import split_settings
 from torch_shard import Offload, Precision, ShardConfig
@@ -270,7 +270,7 @@ class Divided(lightning.pytorch.LightningModule):
 
     def configure_model(self) -> None:
         if not self.divided:
-            divide = _notable(fully_shard)
+            divide = notable(fully_shard)
             divide(self.layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
             self.divided = True
 
@@ -304,7 +304,10 @@ def test_parameters_that_the_launch_ignores_come_beside_those_given_to_fully_sha
 def test_parameters_that_the_launch_ignores_come_beside_those_of_the_programs_strategy():
     layer = nn.Linear(2, 2)
     root = next(root for root in ROOTS.values() if root.package == "lightning.pytorch")
-    assert _make(root, fsdp(ignored_modules=[layer]), {"ignore": ("head.*",)}).config.ignore == (layer, "head.*")
+    assert make_stand_in(root, fsdp(ignored_modules=[layer]), {"ignore": ("head.*",)}).config.ignore == (
+        layer,
+        "head.*",
+    )
 
 
 # -- the launch -------------------------------------------------------------------------------------------------------
