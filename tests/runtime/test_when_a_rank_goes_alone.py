@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -92,6 +93,36 @@ def test_partners_that_wait_for_something_else_are_left_within_50_ms(
     assert engine.statistics().lone_reads == (TRIES if rank == 0 else 0)
     if rank == 0:
         assert min(seconds) <= NOTICED, seconds
+
+
+FRAMEWORKS = [
+    "accelerate.utils.operations",
+    "lightning.fabric.utilities.distributed",
+    "lightning.fabric.plugins.collectives.torch_collective",
+    "lightning_fabric.utilities.distributed",
+    "lightning_fabric.plugins.collectives.torch_collective",
+]
+
+
+@pytest.mark.parametrize("module", quick(FRAMEWORKS, FRAMEWORKS[:1]))
+@ranks(2)
+def test_a_partner_that_waits_for_a_device_in_a_function_of_a_framework_is_left_at_once(rank: int, module: str) -> None:
+    """The result of a collective is waited for where it is used, which may be behind torch's function."""
+    store, begin = dist.PrefixStore(module, dist.distributed_c10d._get_default_store()), time.monotonic()
+
+    def use() -> None:
+        store.wait(["read"])
+
+    model = nn.Linear(4, 4)
+    engine = torch_shard.shard(model, alone_after=LATE)
+    if rank == 0:
+        with torch.no_grad():
+            model.weight.norm()
+        store.set("read", "")
+    else:
+        FunctionType(use.__code__, {"__name__": module}, closure=use.__closure__)()
+    assert time.monotonic() - begin < LATE / 2
+    assert engine.statistics().lone_reads == (rank == 0)
 
 
 @ranks(2)

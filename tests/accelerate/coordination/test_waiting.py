@@ -6,6 +6,7 @@ import pickle
 import time
 from datetime import timedelta
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from tests.accelerate.support.accelerators import BOTH, accelerator, engine_of
 from tests.accelerate.support.models import loader, loss_of, net, sgd
 from tests.support.inside import runtime_of
 from tests.support.logs import captured_log
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import ShardConfig
 from torch_shard.comm import rendezvous, watchdog
@@ -274,3 +275,36 @@ def test_the_main_process_samples_while_the_others_begin_a_shuffled_dataloader(r
             if acc.is_main_process:
                 with torch.no_grad():
                     assert model(torch.ones(2, 12)).isfinite().all()
+
+
+def first(acc):
+    with acc.main_process_first():
+        pass
+
+
+WAITS = {
+    "wait_for_everyone": lambda acc: acc.wait_for_everyone(),
+    "main_process_first": first,
+    "gather": lambda acc: acc.gather(torch.ones(2)),
+    "gather_for_metrics": lambda acc: acc.gather_for_metrics(["an object"], use_gather_object=True),
+    "reduce": lambda acc: acc.reduce(torch.ones(2)),
+    "pad_across_processes": lambda acc: acc.pad_across_processes(torch.ones(2)),
+    "check_trigger": lambda acc: acc.check_trigger(),
+    "broadcast": lambda acc: accelerate.utils.broadcast(torch.ones(2)),
+    "broadcast_object_list": lambda acc: accelerate.utils.broadcast_object_list([1]),
+}
+
+
+@pytest.mark.parametrize("where", quick(WAITS, ["gather"]))
+@ranks(2)
+def test_the_main_process_samples_at_once_while_the_others_wait_in_something_of_accelerates(where):
+    with accelerator(shard_plugin=ShardPlugin(alone_after=30.0)) as acc:
+        model = acc.prepare(net())
+        for _ in range(2):
+            begin = time.monotonic()
+            if acc.is_main_process:
+                with torch.no_grad():
+                    model(torch.ones(2, 12))
+            WAITS[where](acc)
+            assert time.monotonic() - begin < 5
+        assert engine_of(model).statistics().lone_reads == (2 if acc.is_main_process else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tests.lightning.fabric.support import (
 from tests.lightning.support import NAMESPACES as TRAINERS
 from tests.support.marks import quick
 from tests.support.ranks import ranks
-from torch_shard import ShardTensor, engine_of
+from torch_shard import ShardConfig, ShardTensor, engine_of
 from torch_shard.errors import ConfigError
 
 NAMES = ["shard_zero1", "shard_zero2", "shard_hybrid", "shard_hybrid_zero2", "shard_offload"]
@@ -189,3 +190,32 @@ def test_a_lightning_modules_steps_and_marked_methods_are_forwards(namespace):
     ddp = importlib.import_module(f"{namespace}.strategies").DDPStrategy(find_unused_parameters=True)
     found, expected = (run(fabric(which, namespace=namespace)) for which in ("shard", ddp))
     assert_same(found, expected)
+
+
+def first(f):
+    with f.rank_zero_first():
+        pass
+
+
+WAITS = {
+    "barrier": lambda f: f.barrier(),
+    "broadcast": lambda f: f.broadcast(["an object"]),
+    "all_reduce": lambda f: f.all_reduce(torch.ones(2)),
+    "all_gather": lambda f: f.all_gather(torch.ones(2)),
+    "rank_zero_first": first,
+}
+
+
+@pytest.mark.parametrize("where", quick(WAITS, ["all_reduce"]))
+@ranks(2)
+def test_rank_0_samples_at_once_while_the_others_wait_in_something_of_fabrics(rank, where):
+    f = fabric(strategy(config=ShardConfig(alone_after=30.0)))
+    model = f.setup(net())
+    for _ in range(2):
+        begin = time.monotonic()
+        if f.is_global_zero:
+            with torch.no_grad():
+                model(torch.ones(1, 6))
+        WAITS[where](f)
+        assert time.monotonic() - begin < 5
+    assert f.strategy.engine_of(model).statistics().lone_reads == (2 if rank == 0 else 0)

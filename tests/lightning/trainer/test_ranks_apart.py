@@ -27,7 +27,7 @@ from tests.lightning.support import (
 )
 from tests.support.leaving import left_with
 from tests.support.logs import captured_log
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from tests.support.run_python import run_python
 from torch_shard import ShardConfig
@@ -129,6 +129,40 @@ def test_rank_0_samples_alone_as_with_ddp(rank, world_size):
         found.append(module.seen)
     assert len(found[0]) >= 2 or rank > 0
     torch.testing.assert_close(found[1], found[0])
+
+
+WAITS = {
+    "barrier": lambda module: module.trainer.strategy.barrier("for all"),
+    "broadcast": lambda module: module.trainer.strategy.broadcast(["an object"]),
+    "reduce": lambda module: module.trainer.strategy.reduce(torch.ones(2)),
+    "a decision": lambda module: module.trainer.strategy.reduce_boolean_decision(True),
+    "all_gather": lambda module: module.all_gather(torch.ones(2)),
+    "the next step": lambda module: None,
+}
+
+
+class Looks(Net):
+    """Rank 0 looks at a weight after each batch of training."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self.wait, self.slowest, self.reads = wait, 0.0, 0
+
+    def on_train_batch_end(self, *_):
+        begin = time.monotonic()
+        if self.trainer.is_global_zero:
+            self.head.weight.detach().norm()
+            self.slowest = max(self.slowest, time.monotonic() - begin)
+        self.wait(self)
+        self.reads = self.trainer.strategy.engine.statistics().lone_reads
+
+
+@pytest.mark.parametrize("wait", quick(WAITS, ["barrier"]))
+@ranks(2)
+def test_rank_0_looks_at_a_weight_at_once_while_the_others_wait_in_something_of_lightnings(rank, wait):
+    module = Looks(WAITS[wait])
+    fitted(module, shard_strategy(config=ShardConfig(alone_after=30.0)), max_steps=3)
+    assert module.slowest < 5 and module.reads == (3 if rank == 0 else 0)
 
 
 class Skips(Net):

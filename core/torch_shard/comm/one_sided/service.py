@@ -35,6 +35,8 @@ _WAITS = (
     "accelerate.utils.operations",
     "lightning.fabric.utilities.distributed",
     "lightning.fabric.plugins.collectives",
+    "lightning_fabric.utilities.distributed",
+    "lightning_fabric.plugins.collectives",
 )
 
 
