@@ -168,3 +168,30 @@ def test_the_runner_refuses_other_engines_before_the_script_runs(tmp_path: Path)
     done = accelerate_launch(*RUNNER, "train.py", folder=tmp_path, expected=None, ACCELERATE_USE_DEEPSPEED="true")
     assert "ACCELERATE_USE_DEEPSPEED" in done.stderr and "accelerate-shard config" in done.stderr
     assert "RESULT" not in done.stdout and "Traceback" not in done.stderr.split("accelerate_shard:")[0]
+
+
+LATE = """
+import time
+
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(8, 3))
+together = accelerator.get_state_dict(model)
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    time.sleep(2)
+    alone = accelerator.get_state_dict(model)
+    assert all(torch.equal(alone[name], value) for name, value in together.items())
+    print('RESULT {"read": %d}' % len(alone), flush=True)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_main_process_gets_its_model_after_the_others_have_ended_the_training(tmp_path: Path) -> None:
+    script(tmp_path, LATE)
+    path = write_yaml(tmp_path, FSDP2, use_cpu=True)
+    done = accelerate_launch("--config_file", path, *RUNNER, "train.py", folder=tmp_path)
+    assert result(done.stdout) == {"read": 2}
