@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from torch import nn
 
 import torch_shard
 from tests.support.marks import exhaustive
+from tests.support.ranks import ranks as on_ranks
 from tests.support.run_python import variables
 from torch_shard.comm import process_groups
 from torch_shard.comm.one_sided import departure
 from torch_shard.errors import MissingRankError
 
-LIMIT = 8.0  # seconds that the engine's process groups wait, where that matters
+LIMIT = 8.0  # seconds that a rank stays for another one, where that matters
 DIED = 9
 MISSED = 4
 
@@ -62,7 +64,8 @@ def script(way: str) -> None:
     departure._SLOW, departure._LOOK = 1.0, 0.2
     rank = int(os.environ["RANK"])
     if way == "limit":
-        process_groups._longer = lambda timeout: timedelta(seconds=LIMIT)  # it is half an hour at least
+        stay = process_groups.stay_until_all_leave
+        process_groups.stay_until_all_leave = lambda service, partners, _: stay(service, partners, LIMIT)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
@@ -170,9 +173,19 @@ def test_a_rank_that_stays_for_another_says_so_after_a_while() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_stays_no_longer_than_the_process_groups_wait() -> None:
+def test_a_rank_stays_no_longer_than_the_limit() -> None:
     codes, outputs = ranks("limit", 2)
     assert codes[0] == 0 and "stays until ranks [1]" in outputs[0], (codes, outputs)
+
+
+@on_ranks(2, group_timeout=100.0)
+def test_the_limit_is_the_timeout_of_the_users_group_or_of_the_engine_if_that_is_longer() -> None:
+    short = timedelta(seconds=50)
+    for wait, timeout, expected in ((None, 30.0, 100.0), (short, 30.0, 50.0), (short, 60.0, 60.0)):
+        group = None if wait is None else dist.new_group(timeout=wait)
+        with mock.patch.object(process_groups, "stay_until_all_leave") as stay:
+            torch_shard.shard(nn.Linear(4, 4), mesh=group, timeout=timeout)
+        assert stay.call_args.args[2] == expected
 
 
 def test_a_rank_that_ends_by_an_exception_serves_nobody() -> None:

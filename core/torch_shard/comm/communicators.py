@@ -39,7 +39,7 @@ def connect(mesh: Mesh, config: ShardConfig) -> Collectives:
     if config.registered_memory:
         check_registers(backend, device)
     single_communicator = config.single_communicator or (orders_streams(backend) and _has_one_queue())
-    groups, agreed = groups_for(group, single_communicator, config.timeout, f"{topology} {mesh.secondary_size}")
+    groups, agreed = groups_for(group, device, single_communicator, config.timeout, f"{topology} {mesh.secondary_size}")
     groups.forget_ended()
     rank = dist.get_rank(group)
     watchdog = Watchdog(rank, groups.ranks, config.timeout, groups.key)

@@ -38,8 +38,8 @@ _DEFAULT_TIMEOUT = 1800.0  # seconds
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # it can't follow the group in a compiled step of Lightning
-def group_timeout(device: torch.device) -> float:
-    """Return the seconds that collectives on `device` wait in the default process group.
+def group_timeout(device: torch.device, group: Any = None) -> float:
+    """Return the seconds that collectives on `device` wait in a process group, the default one by default.
 
     Front ends take this for the engine's timeout if the user has chosen none. If the backend doesn't tell its timeout, the
     result is torch's default.
@@ -49,7 +49,7 @@ def group_timeout(device: torch.device) -> float:
     c10d: Any = dist.distributed_c10d
     if not dist.is_initialized():
         return float(c10d.default_pg_timeout.total_seconds())
-    group: Any = dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
     try:
         timeout = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # the backend has no such options, or there is none for this device
@@ -240,7 +240,9 @@ def _longer(timeout: float) -> timedelta | None:
     return max(timedelta(seconds=timeout + 60), dist.distributed_c10d.default_pg_timeout)
 
 
-def groups_for(group: Any, single_communicator: bool, timeout: float, settings: str) -> tuple[ProcessGroups, bool]:
+def groups_for(
+    group: Any, device: torch.device, single_communicator: bool, timeout: float, settings: str
+) -> tuple[ProcessGroups, bool]:
     """Return the engines' process groups over the ranks of `group`, and True if `settings` are equal on all ranks. Collective.
 
     If a rank can't use the groups of earlier engines any more (it gave up a collective in them, or destroyed them), new ones
@@ -271,21 +273,23 @@ def groups_for(group: Any, single_communicator: bool, timeout: float, settings: 
     if found is None or not all(usable_on):
         # Without `backend`, new groups would have the default group's backends, which may differ from those of `group`.
         found = ProcessGroups(ranks, key, dist.get_backend_config(group), _longer(timeout))
-        _connect_services(found, timeout)
+        _connect_services(found, timeout, max(timeout, group_timeout(device, group)))
         kept[single_communicator] = found
     return found, len(set(digests)) == 1
 
 
-def _connect_services(groups: ProcessGroups, timeout: float) -> None:
-    """Start this rank's service for one-sided reads, and tell the other ranks its address. Collective."""
+def _connect_services(groups: ProcessGroups, timeout: float, limit: float) -> None:
+    """Start this rank's service for one-sided reads, and tell the other ranks its address. Collective.
+
+    At the end of its script this rank serves for at most `limit` seconds more.
+    """
     rank = groups.ranks.index(dist.get_rank())
     service = Service(rank)
     _, texts = exchange_texts(groups.ranks, f"{groups.key}/services", json.dumps(asdict(service.address)), timeout)
     addresses = [wire.Address(**json.loads(texts[other])) for other in groups.ranks]
     partners = Partners(rank, addresses, timeout)
     groups.comparisons.service, groups.comparisons.partners = service, partners
-    limit = groups.timeout or dist.distributed_c10d.default_pg_timeout
-    stay_until_all_leave(service, partners, limit.total_seconds())
+    stay_until_all_leave(service, partners, limit)
 
 
 # By global ranks: the groups that `group_over` has made. Making one is collective, so each is shared while it is in use.
