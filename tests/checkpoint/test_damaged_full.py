@@ -31,7 +31,7 @@ def flip(path: Path, member: str) -> None:
 
 @pytest.mark.parametrize("writer", ["engine.save_full", "torch.save"])
 @ranks(2)
-def test_a_flipped_bit_of_any_tensor_is_refused_with_nothing_changed(rank, writer, tmp_path):
+def test_a_flipped_bit_of_any_tensor_or_of_what_names_them_is_refused_with_nothing_changed(rank, writer, tmp_path):
     model, engine, optimizer = build()
     train(model, optimizer, rank, range(1))
     path = tmp_path / "file.pt"
@@ -43,9 +43,10 @@ def test_a_flipped_bit_of_any_tensor_is_refused_with_nothing_changed(rank, write
     dist.barrier()
     with zipfile.ZipFile(path) as archive:
         members = [info.filename for info in archive.infolist() if "/data/" in info.filename and info.file_size]
+        (pickled,) = (info.filename for info in archive.infolist() if info.filename.endswith("data.pkl"))
     train(model, optimizer, rank, range(1))
     before = whole(engine, optimizer)
-    for member in (members[0], members[len(members) // 2], members[-1]):
+    for member in (members[0], members[len(members) // 2], members[-1], pickled):
         dist.barrier()
         flip(path, member) if rank == 0 else None
         dist.barrier()

@@ -126,7 +126,11 @@ class TorchFileWriter:
 
 
 def verify_torch_file(
-    file: Path | io.BytesIO, rank: int = 0, ranks: int = 1, progress: Progress = lambda nbytes: None
+    file: Path | io.BytesIO,
+    rank: int = 0,
+    ranks: int = 1,
+    progress: Progress = lambda nbytes: None,
+    ending: str = "",
 ) -> None:
     """Compare the members of an archive with their CRC-32, which ``torch.load`` does not. Not collective.
 
@@ -134,12 +138,14 @@ def verify_torch_file(
         file: what ``torch.save`` or :class:`TorchFileWriter` wrote.
         rank, ranks: this rank, and the number of ranks that divide the members among them.
         progress: told the bytes of each read.
+        ending: the members are compared whose names end so.
 
     Raises:
         Exception: a member is damaged, or the archive is; of any class, because damage can lead zipfile anywhere.
     """
     with zipfile.ZipFile(file) as archive:
-        members = sorted(archive.infolist(), key=lambda member: member.file_size, reverse=True)
+        members = [member for member in archive.infolist() if member.filename.endswith(ending)]
+        members.sort(key=lambda member: member.file_size, reverse=True)
         for member in members[rank::ranks]:
             if member.CRC == 0:  # torch.serialization.set_crc32_options(False)
                 continue

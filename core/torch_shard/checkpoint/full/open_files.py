@@ -133,10 +133,11 @@ def _ends(path: Path) -> tuple[int, int]:
         return size, zlib.crc32(file.read(_ENDS), crc)
 
 
-def refuse_damaged(path: Path, rank: int = 0, ranks: int = 1) -> None:
+def refuse_damaged(path: Path, rank: int = 0, ranks: int = 1, ending: str = "") -> None:
     """Verify this rank's share of a torch file by its checksums, see :func:`~..format.torch_file.verify_torch_file`.
 
-    Files in other formats, that of torch before 1.6 among them, have no checksums.
+    Only members whose names end with `ending` are verified. Files in other formats, that of torch before 1.6 among them, have no
+    checksums.
 
     Raises:
         CheckpointError: that share is damaged.
@@ -144,7 +145,7 @@ def refuse_damaged(path: Path, rank: int = 0, ranks: int = 1) -> None:
     if format_of(path) != "torch":
         return
     try:
-        verify_torch_file(path, rank, ranks)
+        verify_torch_file(path, rank, ranks, ending=ending)
     except Exception as error:
         raise damaged(path, error) from error
 
@@ -182,6 +183,7 @@ def _refuse_compressed(path: Path) -> None:
 
 def _loaded(path: Path) -> Any:
     _refuse_compressed(path)
+    refuse_damaged(path, ending="data.pkl")  # which could seem to hold a class that is not allowed, or other names
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
