@@ -48,7 +48,11 @@ def trained(
     """Return the state dict of the wrapper after some steps of a script that knows torch's class only."""
     model = kind(Net(seed=rank).double(), find_unused_parameters=True, **arguments)
     assert isinstance(model, TorchDDP) and type(model.module) is Net
-    if hook is not None:
+    if isinstance(hook, dist.BuiltinCommHookType):
+        model._register_builtin_comm_hook(hook)
+    elif kind is TorchDDP and hook is default_hooks.bf16_compress_hook:
+        dist._register_comm_hook(model.reducer, None, hook)  # not register_comm_hook, which wants NCCL for this one
+    elif hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = batches(rank, 6)
@@ -92,15 +96,36 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
         {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 1},
         {"hook": default_hooks.allreduce_hook},
         {"hook": default_hooks.fp16_compress_hook},
+        {"hook": default_hooks.bf16_compress_hook},
+        {"hook": dist.BuiltinCommHookType.ALLREDUCE},
+        {"hook": dist.BuiltinCommHookType.FP16_COMPRESS},
     ],
     ids=lambda options: ",".join(options) or "plain",
 )
 def test_a_script_trains_to_the_weights_that_it_gets_with_torchs_class(rank, options):
     expected, found = trained(TorchDDP, rank, **options), trained(DDP, rank, **options)
     assert list(found) == list(expected) and all(name.startswith("module.") for name in found)
-    # fp16: the ranks' gradients are rounded before the sum, of a mean that is computed in another order.
-    tolerance = {"rtol": 2e-2, "atol": 2e-3} if "fp16" in str(options.get("hook")) else {"rtol": 1e-12, "atol": 1e-12}
+    # Hooks that compress round the ranks' gradients before the sum, of a mean that is computed in another order.
+    hook, tolerance = str(options.get("hook")).lower(), {"rtol": 1e-12, "atol": 1e-12}
+    if "16" in hook:
+        tolerance = {"rtol": 2e-2, "atol": 2e-2 if "bf16" in hook else 2e-3}
     torch.testing.assert_close(found, expected, **tolerance)
+
+
+@ranks(2)
+def test_a_hook_that_compresses_changes_what_is_trained(rank):
+    exact = trained(DDP, rank)
+    for hook in (default_hooks.bf16_compress_hook, dist.BuiltinCommHookType.FP16_COMPRESS):
+        assert not torch.equal(trained(DDP, rank, hook=hook)["module.first.weight"], exact["module.first.weight"])
+
+
+@ranks(2)
+def test_a_state_dict_with_the_wrappers_names_loads_into_a_second_wrapper(rank):
+    saved = full(DDP(Net(seed=1)))
+    for kind in (TorchDDP, DDP):
+        model = kind(Net(seed=2), find_unused_parameters=True)
+        assert str(model.load_state_dict(saved)) == "<All keys matched successfully>"
+        torch.testing.assert_close(full(model), saved, rtol=0, atol=0)
 
 
 @ranks(2)
@@ -197,6 +222,8 @@ def test_hooks_for_buckets_are_refused():
     model = DDP(Net())
     with pytest.raises(ConfigError, match="powerSGD_hook is made for DDP's buckets"):
         model.register_comm_hook(None, powerSGD_hook.powerSGD_hook)
+    with pytest.raises(ConfigError, match="the built-in communication hook SOMETHING is not known"):
+        model._register_builtin_comm_hook("SOMETHING")
 
 
 @ranks(2)
