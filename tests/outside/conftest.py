@@ -1,4 +1,4 @@
-"""All tests here are marked `outside`. They end with a table of the programs."""
+"""All tests here are marked `outside`. They end with a table of the programs, and fail if too few of all programs ran."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 from .support.check import Outcome, check
 from .support.program import Program
 from .support.sources import ROOT, NotThere
+from .support.summary import AT_LEAST, counts, ran, table
 
 _HERE = Path(__file__).parent
 _outcomes: list[Outcome] = []
+_left_out: list[pytest.Item] = []
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,16 +49,32 @@ def outside(tmp_path: Path) -> Checker:
     return Checker(tmp_path)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    _left_out.extend(item for item in items if _HERE in item.path.parents)
+
+
+def _are_too_few(config: pytest.Config) -> bool:
+    """Return True if all programs were to be started, and fewer than so many ran."""
+    chosen = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    everything = not _left_out and any(path in (_HERE, *_HERE.parents) for path in chosen)
+    return everything and bool(_outcomes) and ran(_outcomes) < AT_LEAST
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _are_too_few(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not _outcomes:
         return
-    lines = ["| program | switch | ranks | result | |", "|---|---|---|---|---|", *(o.row() for o in _outcomes)]
     terminalreporter.section("programs")
-    for line in lines:
+    for line in (*table(_outcomes), counts(_outcomes)):
         terminalreporter.write_line(line)
-    ran = [o for o in _outcomes if o.result in ("equal", "refused") and not o.program.is_library]
-    equal = sum(o.result == "equal" for o in ran)
-    terminalreporter.write_line(f"{len(ran)} outside programs ran, {equal} with equal numbers")
+    if _are_too_few(config):
+        terminalreporter.write_line(
+            f"These are fewer than {AT_LEAST}, so this session fails: see which sources are missing."
+        )
     target = ROOT / "build" / "outside.md"
     target.parent.mkdir(exist_ok=True)
-    target.write_text("\n".join(lines) + "\n")
+    target.write_text("\n".join(table(_outcomes)) + "\n")

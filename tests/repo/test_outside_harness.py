@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.outside.support.comparison import compare_files, compare_losses
 from tests.outside.support.program import Tolerance
+from tests.support.run_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,3 +79,40 @@ def test_programs_are_not_run_by_default():
     settings = (ROOT / "pyproject.toml").read_text()
     assert re.search(r"^addopts = .*not outside", settings, flags=re.M)
     assert not re.search(r"-m ''", (ROOT / "Makefile").read_text())
+
+
+PROGRAMS = """
+import pytest
+from . import conftest
+from .support.program import TORCHRUN, Program
+from .support.sources import NotThere, Own
+
+def check(outcome, folder):
+    if outcome.program.name == "missing":
+        raise NotThere("no source")
+    outcome.result = "refused" if outcome.program.name == "3" else "equal"
+
+conftest.check = check
+
+@pytest.mark.parametrize("number", ["missing", *range(COUNT)])
+def test_a_program(number, outside):
+    outside.check(Program(str(number), Own("x.py", "torch") if number == 1 else None, (), TORCHRUN))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_session_says_how_many_programs_ran_and_fails_if_all_were_started_and_too_few_ran(tmp_path):
+    copied = tmp_path / "tests" / "outside"
+    shutil.copytree(ROOT / "tests" / "outside" / "support", copied / "support")
+    shutil.copy(ROOT / "tests" / "outside" / "conftest.py", copied)
+    for folder in (copied, copied.parent):
+        (folder / "__init__.py").touch()
+    for count, arguments, expected, said in (
+        (16, (), 0, "15 outside programs ran: 14 equal, 1 refused, 1 skipped"),  # and one of this project's own
+        (15, (), 1, "14 outside programs ran: 13 equal, 1 refused, 1 skipped"),
+        (15, ("-k", "not missing"), 0, "14 outside programs ran: 13 equal, 1 refused, 0 skipped"),
+    ):
+        (copied / "test_programs.py").write_text(PROGRAMS.replace("COUNT", str(count)))
+        pytest_of_them = ("-m", "pytest", "-p", "no:cacheprovider", "tests/outside", *arguments)
+        done = run_python(*pytest_of_them, folder=tmp_path, path=[tmp_path], expected=expected)
+        assert said in done.stdout and ("this session fails" in done.stdout) == bool(expected), done.stdout
