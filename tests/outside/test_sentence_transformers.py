@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,17 @@ PROGRAMS = [
         stand_ins=["no_uploads", "bf16_everywhere"],
         tolerance=Tolerance(files=(1e-5, 3e-5), noise=KEYS.noise, reason="52 steps of Adam in bf16"),
         limit=1800,
+    ),
+    Program(
+        "sentence-transformers training_stsbenchmark (CrossEncoder), bf16, evaluated, saved",
+        example("cross_encoder/training/sts/training_stsbenchmark.py", "d6a574a47db87e08"),
+        (),
+        dataclasses.replace(ACCELERATE, ddp_stand_ins=["ddp_uses_all"]),
+        names_folders_by_second=True,
+        not_compared=WRITTEN_TWICE,
+        prepare=similarity,
+        stand_ins=["no_uploads", "bf16_everywhere"],
+        tolerance=RANKED,
     ),
     Program(
         "sentence-transformers, CachedMultipleNegativesRankingLoss, saved on rank 0",

@@ -23,7 +23,8 @@ class Switch:
         ours: the command under this package.
         ddp_arguments: arguments of the program itself that only the DDP run gets.
         our_arguments: the same for this package, such as ``strategy=shard``.
-        ddp_stand_ins: files in ``stand_ins`` for the DDP run alone, where a program names a strategy that is not DDP.
+        ddp_stand_ins: files in ``stand_ins`` for the DDP run alone, where a program names a strategy that is not DDP, or where
+            DDP can't train it as it is.
     """
 
     text: str
