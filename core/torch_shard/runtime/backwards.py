@@ -29,7 +29,7 @@ from ..unit.unit import Unit
 from ..utils import transforms
 from ..utils.autograd_private import graph_task, sequence_number
 from . import grad_scaler
-from .out_of_memory import explain
+from .out_of_memory import Moment, explain
 from .reduce_schedule import PAUSE
 from .use import Use
 
@@ -54,6 +54,7 @@ class Backwards:
         self._called = False  # inside a user's call of backward, before which deferred gradients were checked
         self._refusal: ShardError | None = None  # the error of that check, raised if the backward comes to this engine
         self._abandoning = threading.RLock()
+        self.failed: Moment | None = None  # that at which the latest backward has failed
 
     def watch_outputs(self, use: Use, outputs: list[torch.Tensor], forward: bool = True) -> None:
         """Hook the outputs of `use`, a module's forward or one operation, so that backward triggers its unit."""
@@ -192,6 +193,7 @@ class Backwards:
                 flat.gradients.begin_backward(checked=self._called, deferred=not self._reduces, partial=partial)
         runtime.schedule.begin_backward()
         self._begun += 1
+        self.failed = None
         self._creates_graph = transforms.backward_is_recorded()
         runtime.schedule.double_backward |= self._creates_graph
         # Replicated units are not unsharded, so that the ranks have not agreed on the order in which they were used.
@@ -352,6 +354,7 @@ class Backwards:
     def _abandon(self) -> None:
         """Leave the engine as it was before a backward that has failed."""
         runtime = self.runtime
+        self.failed = Moment.of(runtime)
         runtime.engine_order.abandon(runtime)
         self._end, self._tasks = None, set()
         runtime.reductions.abandon()

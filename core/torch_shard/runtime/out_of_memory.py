@@ -6,9 +6,10 @@ The error keeps its class, by which programs that try a smaller batch catch it. 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -30,6 +31,24 @@ _ON_CPU = "DefaultCPUAllocator: "
 _ASKED = re.compile(r"allocate ([\d.]+ ?[kKMGT]?i?)(?:bytes|B)")
 
 
+class Moment(NamedTuple):
+    """The unit that runs, and the bytes that are held, before the engine drops what a failed backward has left."""
+
+    unit: Unit | None
+    gathered: int
+    gradients: int
+    allocated: int | None
+
+    @classmethod
+    def of(cls, runtime: Runtime, unit: Unit | None = None) -> Moment:
+        """Return the present moment; by default the unit is that to which the running backward has come last, if any."""
+        begun = [use for each in runtime.units for use in each.uses]
+        if unit is None and begun:
+            unit = min(begun, key=operator.attrgetter("end")).unit  # backward comes to later forwards first
+        allocated = runtime.collectives.streams.allocated_memory()
+        return cls(unit, runtime.gathered_bytes.now, statistics.gradient_bytes(runtime), allocated)
+
+
 def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Unit | None = None) -> None:
     """Add to an error that memory has run out what is known of the reason; leave other errors as they are. Not collective.
 
@@ -37,7 +56,7 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
         runtime: the model's runtime.
         error: the error that is about to leave the engine.
         phase: ``"forward"``, ``"backward"`` or :data:`OPTIMIZER_STEP`.
-        unit: the unit that runs, if that is known.
+        unit: the unit that runs, if that is known; in a backward it is that to which this has come last.
     """
     if not isinstance(error, torch.OutOfMemoryError) and not (
         isinstance(error, RuntimeError) and _ON_CPU in str(error)
@@ -45,10 +64,12 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
         return
     if "torch_shard" in vars(error):
         return  # an inner module or another engine has done so
-    where = "" if unit is None else f" of {unit.name}"
     try:
+        failed = runtime.backwards.failed if phase == "backward" else None
+        now = Moment.of(runtime, unit) if failed is None else failed
+        where = "" if now.unit is None else f" of {now.unit.name}"
         runtime.collectives.watchdog.tell(f"ran out of memory in the {phase}{where}")
-        text = "\n".join([str(error), *_lines(runtime, str(error), phase, where)])
+        text = "\n".join([str(error), *_lines(runtime, str(error), phase, now, where)])
     except Exception:  # it must not replace the error itself
         logger.exception("what holds the memory can't be said", extra=ANY_RANK)
         return
@@ -56,7 +77,7 @@ def explain(runtime: Runtime, error: BaseException | None, phase: str, unit: Uni
     error.args = (text, *error.args[1:])
 
 
-def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[str]:
+def _lines(runtime: Runtime, message: str, phase: str, now: Moment, where: str) -> Iterator[str]:
     rank = runtime.collectives.world_rank
     yield f"rank {rank}: memory has run out in the {phase}{where}. This rank holds, and was planned to hold:"
     engine = registry.engine_for_runtime(runtime)
@@ -64,8 +85,8 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
     expected = None if plan is None else plan.predicted
     held = {
         "parameters": statistics.parameter_bytes(runtime),
-        "gathered units": runtime.gathered_bytes.now,
-        "gradients": statistics.gradient_bytes(runtime),
+        "gathered units": now.gathered,
+        "gradients": now.gradients,
         "optimizer state": statistics.optimizer_bytes(runtime),
     }
     planned = (0, 0, 0, 0)
@@ -74,7 +95,7 @@ def _lines(runtime: Runtime, message: str, phase: str, where: str) -> Iterator[s
     for (kind, nbytes), planned_bytes in zip(held.items(), planned, strict=True):
         yield f"  {kind}: {mib(nbytes)} MiB ({mib(planned_bytes)})"
     # With offload some of what is held is in host memory.
-    allocated = None if runtime.host is not None else runtime.collectives.streams.allocated_memory()
+    allocated = None if runtime.host is not None else now.allocated
     rest = "" if allocated is None else f", {mib(max(0, allocated - sum(held.values())))} MiB,"
     yield f"The rest{rest} is activations, buffers, temporary tensors, and what else the program keeps."
     if phase == OPTIMIZER_STEP:
@@ -98,11 +119,9 @@ def _asked(message: str) -> int:
 
 def _cheaper(plan: Plan, asked: int) -> Iterator[str]:
     """Yield lines on what would take less memory: first the two settings that cost the least time."""
-    if not asked:
-        return
     now = plan.predicted.device_peak
     found = []
-    for strategy, offloaded in _slower(plan):
+    for strategy, offloaded in _slower(plan) if asked else ():
         changed = dataclasses.replace(plan, strategy=strategy, offload=offload_of("cpu") if offloaded else plan.offload)
         less = now - changed.predicted.device_peak
         if less >= asked:
