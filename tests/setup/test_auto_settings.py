@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch_shard
 from tests.support.run_python import run_python
 from torch_shard import Offload
 from torch_shard.activation_checkpointing import has_checkpointed_layers, offload_of
-from torch_shard.errors import ConfigError
+from torch_shard.errors import BudgetError, ConfigError
 from torch_shard.plan import Candidate, Estimate
 from torch_shard.setup import auto_settings
 
@@ -158,7 +159,11 @@ def test_with_much_memory_nothing_need_be_sharded(tmp_path: Path) -> None:
 def test_if_nothing_fits_all_ranks_raise(tmp_path: Path) -> None:
     found = printed(tmp_path, PLAIN, *TORCHRUN, "1MiB")
     assert [entry[0] for entry in found] == ["BudgetError", "BudgetError"]
-    assert "lacks least" in found[1][1]
+    for _, text in found:
+        assert "lacks least" in text
+        assert re.search(
+            r"Parameters, gradients and optimizer state alone are 4\.\d\d MiB on each rank under full_shard", text
+        )
 
 
 @pytest.mark.exhaustive
@@ -266,3 +271,23 @@ def test_what_the_plan_chooses_reaches_the_model(monkeypatch: pytest.MonkeyPatch
     assert offload_of(model) is not None
     engine.close()
     assert engine.smaller_settings == tuple(smaller)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, code: int, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is made of the answer of ``torch-shard plan``."""
+    monkeypatch.setattr(auto_settings, "_run", lambda command: (code, json.dumps(found), ""))
+    monkeypatch.setattr(auto_settings, "_program", list)
+    return auto_settings._planned(torch_shard.ShardConfig(strategy="auto", memory=1 << 30), torch.device("cpu"), 1)
+
+
+def test_the_next_smaller_settings_are_the_fastest_ones_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"best": 8 << 20, "slower": 9 << 20, "small": 6 << 20, "smaller": 4 << 20, "smallest": 2 << 20}
+    candidates = [{"settings": name, "nbytes": nbytes} for name, nbytes in sizes.items()]
+    best = planned(monkeypatch, 0, {"candidates": candidates})
+    assert best["settings"] == "best"
+    assert best["smaller"] == ["small (6.00 MiB)", "smaller (4.00 MiB)"]
+
+
+def test_an_error_that_nothing_fits_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BudgetError, match="no settings fit 1 MiB"):
+        planned(monkeypatch, 1, {"candidates": [{}], "shortage": "no settings fit 1 MiB"})

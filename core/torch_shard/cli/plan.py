@@ -123,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
                     dataclasses.asdict(each) | {"settings": str(each.candidate)} for each in found.estimates
                 ],
                 "best": lines or None,
+                "shortage": found.shortage if best is None else None,
+                "notes": [dataclasses.asdict(note) for note in found.notes],
             }
         )
         return 0 if best is not None else 1

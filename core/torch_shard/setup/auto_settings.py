@@ -134,10 +134,7 @@ def _planned(config: ShardConfig, device: torch.device, world: int) -> dict[str,
     found = json.loads(stdout)
     best: dict[str, Any] = found["candidates"][0]
     if code == 1:
-        raise BudgetError(
-            f"no settings fit {mib(found['budget'])} MiB. {best['settings']} lacks least, {mib(best['lacks'])} MiB. Use more "
-            "ranks, or a smaller or shorter batch."
-        )
+        raise BudgetError(found["shortage"])
     smaller = (each for each in found["candidates"] if each["nbytes"] < best["nbytes"])  # those that fit come first
     best["smaller"] = [f"{each['settings']} ({mib(each['nbytes'])} MiB)" for each in itertools.islice(smaller, 2)]
     return best
