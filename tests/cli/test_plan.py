@@ -14,13 +14,17 @@ import yaml
 from torch import nn
 
 import torch_shard
+from tests.support.marks import exhaustive
 from torch_shard import Offload
 from torch_shard.activation_checkpointing import offload_of as activation_offload_of
+from torch_shard.cli import plan
 from torch_shard.cli.main import main
 from torch_shard.config.offload import offload_of
 from torch_shard.config.offload_text import read_offload
 from torch_shard.config.precision import for_autocast
-from torch_shard.plan.hardware import OUTSIDE
+from torch_shard.errors import ConfigError
+from torch_shard.plan.devices import link
+from torch_shard.plan.hardware import OUTSIDE, Hardware
 from torch_shard.plan.paste import lines_for
 from torch_shard.plan.search_results import Candidate
 
@@ -50,7 +54,7 @@ def test_it_prints_candidates_and_what_to_paste(llama: str, capsys: pytest.Captu
     )
     for text in (
         "full_shard, prefetch 1, 8 samples",
-        "# Lightning\nTrainer(strategy=ShardStrategy(",
+        "# Lightning\nfrom lightning.pytorch import Trainer\n",
         "# accelerate launch",
     ):
         assert text in printed
@@ -76,6 +80,8 @@ def test_json(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"candidate", "nbytes", "host_nbytes", "seconds", "lacks", "kinds", "settings"} == set(
         found["candidates"][0]
     )
+    assert [note["value"] for note in found["notes"]] == [1]
+    assert "find_packed_sequence_indices" in found["notes"][0]["line"]
     assert all(each["nbytes"] >= sum(each["kinds"].values()) for each in found["candidates"])
 
 
@@ -147,7 +153,48 @@ def test_the_figures_of_a_device_come_from_a_file(
 def test_an_architecture_that_transformers_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "not_of_this_world"}')
     assert planned(str(tmp_path)) == 2
-    assert "no causal language model of transformers" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no causal language model of transformers" in said and "not_of_this_world" in said
+
+
+def test_a_model_in_the_cache_of_the_hub_goes_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--someone--small"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123abc")
+    transformers.AutoConfig.for_model("llama", **SIZES).save_pretrained(folder / "snapshots" / "0123abc")
+    assert plan._model("someone/small").config.vocab_size == SIZES["vocab_size"]
+    assert planned("someone/other") == 2
+    assert "--model someone/other: no causal language model of transformers" in capsys.readouterr().err
+
+
+def test_options_describe_the_hardware(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Hardware] = []
+
+    def note(arguments: Any, hardware: Hardware, autocast: str | None) -> Any:
+        found.append(hardware)
+        raise ConfigError("it is enough")
+
+    monkeypatch.setattr(plan, "_plan_model", note)
+    options = ["--nodes", "2", "--memory", "8GiB", "--margin", "0.25"]
+    assert planned(llama, *options, "--link", "pcie5", "--link-between-nodes", "ethernet-25g") == 2
+    (hardware,) = found
+    assert (hardware.ranks, hardware.ranks_per_node) == (8, 4)
+    assert (hardware.intra, hardware.inter) == (link("pcie5"), link("ethernet-25g"))
+    assert hardware.budget == 6 * 2**30 - OUTSIDE
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("sgd", 2), *exhaustive(("adamw", 4), ("adagrad", 3))])
+def test_states_are_those_of_the_optimizer_that_is_named(
+    llama: str, capsys: pytest.CaptureFixture[str], optimizer: str, states: int
+) -> None:
+    assert planned(llama, "--memory", "8GiB", "--json", "--optimizer", optimizer) == 0
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(llama))
+    shards = torch_shard.make_plan(model, torch_shard.ShardConfig(), 4).predicted.parameters
+    assert json.loads(capsys.readouterr().out)["states"] == pytest.approx(states * shards, rel=1e-3)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,25 +210,27 @@ CANDIDATES = [
 ]
 
 
+OF_LIGHTNING = {"bf16": "bf16-mixed", "fp16": "16-mixed", None: None}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16", None])
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
-def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate) -> None:
-    accelerate_shard, lightning_shard = (pytest.importorskip(name) for name in ("accelerate_shard", "lightning_shard"))
+def test_the_lines_to_paste_are_settings_of_their_framework(
+    candidate: Candidate, autocast: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lightning, accelerate_shard = (pytest.importorskip(name) for name in ("lightning.pytorch", "accelerate_shard"))
     ShardPlugin = accelerate_shard.ShardPlugin
     found: dict[str, Any] = {}
 
     def note(kind: str) -> Any:
         return lambda *args, **settings: found.setdefault(kind, settings)
 
-    names: dict[str, Any] = {
-        "ShardStrategy": lightning_shard.ShardStrategy,
-        "ShardPlugin": ShardPlugin,
-        "torch_shard": torch_shard,
-        "Trainer": note("trainer"),
-        "Accelerator": note("accelerator"),
-    }
-    lines = lines_for(candidate, "bf16")
-    eval(lines["lightning"], names)
-    eval(lines["accelerate"], names)
+    monkeypatch.setattr(lightning, "Trainer", note("trainer"))
+    monkeypatch.setattr(accelerate_shard, "Accelerator", note("accelerator"))
+    lines = lines_for(candidate, autocast)
+    exec(lines["lightning"], {})
+    exec(lines["accelerate"], {})
     keys = yaml.safe_load(lines["yaml"])
     plugin = found["accelerator"]["shard_plugin"]
     for name in ("strategy", "prefetch", "shard_size", "activation_checkpointing", "activation_offload"):
@@ -195,23 +244,28 @@ def test_the_lines_to_paste_are_settings_of_their_framework(candidate: Candidate
     assert read_offload(keys["fsdp_config"].get("shard_offload", "none")) == candidate.offload
     assert found["accelerator"].get("gradient_accumulation_steps", 1) == candidate.accumulation
     assert found["trainer"].get("accumulate_grad_batches", 1) == candidate.accumulation
-    assert (found["trainer"]["precision"], found["accelerator"]["mixed_precision"]) == ("bf16-mixed", "bf16")
-    assert keys["mixed_precision"] == "bf16"
+    assert found["trainer"].get("precision") == OF_LIGHTNING[autocast]
+    assert found["accelerator"].get("mixed_precision") == keys.get("mixed_precision") == autocast
 
 
 class Layer(nn.Sequential):
     pass
 
 
+@pytest.mark.parametrize("autocast", ["bf16", "fp16", None])
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
-def test_the_plain_lines_shard_as_was_planned(candidate: Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_lines_shard_as_was_planned(
+    candidate: Candidate, autocast: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[torch_shard.ShardConfig] = []
     monkeypatch.setattr(torch_shard, "shard", lambda model, **given: found.append(torch_shard.ShardConfig(**given)))
     model = nn.Sequential(*[Layer(nn.Linear(2, 2)) for _ in range(3)])
-    base = for_autocast(torch_shard.ShardConfig(), model, torch.bfloat16, "")
+    base = torch_shard.ShardConfig()
+    if autocast is not None:
+        base = for_autocast(base, model, DTYPES[autocast], "")
     if isinstance(candidate.checkpointing, tuple):
         candidate = dataclasses.replace(candidate, checkpointing=("Layer",))
-    exec(lines_for(candidate, "bf16")["plain"], {"model": model, "torch": torch})
+    exec(lines_for(candidate, autocast)["plain"], {"model": model})
     assert found == [candidate.config(base)]
     recomputing = sum("forward" in vars(layer) for layer in model)
     assert recomputing == (3 if candidate.checkpointing else 0)

@@ -259,6 +259,24 @@ def test_what_follows_two_dashes_is_the_scripts_own(tmp_path: Path, capfd: pytes
     assert main(["plan", path, "--gpus", "4", "--memory", "2GiB", "--", "--width", "128"]) == 0
     captured = capfd.readouterr()
     assert captured.out.startswith("budget ") and "['--width', '128']" in captured.err
+    clips, reads = (f"{path}:{line} in <module>" for line in lines_with(path, "clip_grad_norm_", "loss.item()"))
+    assert f"Values that the step reads were assumed to be 0, at {clips}; 1, at {reads}.\n" in captured.out
+
+
+def lines_with(path: str, *texts: str) -> list[int]:
+    """Return the numbers of the lines of a file that contain these texts."""
+    lines = Path(path).read_text().splitlines()
+    return [next(number for number, line in enumerate(lines, start=1) if text in line) for text in texts]
+
+
+def test_a_module_is_planned_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script(tmp_path, SHARD.replace("model = net()", "assert __name__ == '__main__'\nmodel = net(int(sys.argv[1]))"))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = planned(capfd, "-m", "train", "--", "256")
+    assert found["script"] == "train"
+    assert found["states"] == pytest.approx(1.58 * 2**20, rel=0.01)
 
 
 def test_if_nothing_fits_layers_are_made_to_recompute(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -279,7 +297,7 @@ def test_if_nothing_fits_layers_are_made_to_recompute(tmp_path: Path, capfd: pyt
         ),
         (
             DDP.replace("model(x), y", "model(x)[model(x)[:, 0].nonzero()[:, 0]], y"),
-            r"nonzero\S* at \S*train\.py:\d+ in <module> has",
+            r"nonzero\S* at \S*train\.py:\d+ in <module> has .*state alone are 1\.58 MiB on each rank under full_shard",
         ),
         (DDP.replace("    optimizer.step()", ""), r"ended before all optimizers of the model have stepped"),
         (DDP.replace("for step", "other = DDP(net())\nfor step"), r"shards a second model that trains, a Sequential"),

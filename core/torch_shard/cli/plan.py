@@ -134,8 +134,11 @@ def run(arguments: argparse.Namespace) -> int:
     print(found.table(most=_ROWS))
     print("\nSeconds are for ranking, by the figures of data sheets.")
     if found.notes:
-        places = ", ".join(dict.fromkeys(note.line for note in found.notes))
-        print(f"Values that the step reads were assumed, at {places}.")
+        places: dict[str, dict[str, None]] = {}
+        for note in found.notes:
+            places.setdefault(f"{note.value:g}", {})[note.line] = None
+        assumed = "; ".join(f"{value}, at {', '.join(lines)}" for value, lines in places.items())
+        print(f"Values that the step reads were assumed to be {assumed}.")
     if best is None:
         print(f"\n{found.shortage}")
         return 1

@@ -18,6 +18,8 @@ _LIGHTNING_PRECISION = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 def lines_for(candidate: Candidate, autocast: str | None) -> dict[str, str]:
     """Return what to write for settings: under ``lightning``, ``accelerate``, ``yaml`` (of ``accelerate launch``) and ``plain``.
 
+    The Python lines run as they are, where a `model` is defined.
+
     Args:
         candidate: the settings.
         autocast: ``"bf16"`` or ``"fp16"`` where the step runs under autocast, which front ends have a setting for.
@@ -43,9 +45,12 @@ def lines_for(candidate: Candidate, autocast: str | None) -> dict[str, str]:
         yaml.append(f"# In the script: Accelerator(gradient_accumulation_steps={candidate.accumulation})")
     yaml += ["fsdp_config:", *(f"  shard_{name.removeprefix('shard_')}: {_yaml(v)}" for name, v in settings.items())]
     plugin = f"ShardPlugin({_arguments(settings)})"
+    offload = "import torch_shard\n" * isinstance(settings.get("offload"), Offload)
     return {
-        "lightning": f"Trainer({_arguments(trainer, first=f'strategy=ShardStrategy({_arguments(settings)})')})",
-        "accelerate": f"Accelerator({_arguments(accelerator, first=f'shard_plugin={plugin}')})",
+        "lightning": f"{offload}from lightning.pytorch import Trainer\nfrom lightning_shard import ShardStrategy\n"
+        f"Trainer({_arguments(trainer, first=f'strategy=ShardStrategy({_arguments(settings)})')})",
+        "accelerate": f"{offload}from accelerate_shard import Accelerator, ShardPlugin\n"
+        f"Accelerator({_arguments(accelerator, first=f'shard_plugin={plugin}')})",
         "yaml": "\n".join(yaml),
         "plain": plain,
     }
@@ -56,6 +61,7 @@ def _plain(candidate: Candidate, settings: dict[str, Any], autocast: str | None)
     lines = ["import torch_shard"]
     arguments = _arguments(settings)
     if autocast is not None:
+        lines.insert(0, "import torch")
         arguments += (
             f', precision=torch_shard.Precision({_DTYPES[autocast]}, cast_inputs=False, cast_params="autocast")'
         )

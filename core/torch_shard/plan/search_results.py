@@ -148,7 +148,7 @@ class Search:
         for each in self.estimates[:most]:
             lack = "" if each.fits else f"  (lacks {mib(each.lacks)} MiB)"
             if each.host_nbytes:
-                lack = f", {mib(each.host_nbytes)} MiB of host memory{lack}"
+                lack = f", {mib(each.host_nbytes)} MiB of host memory a rank{lack}"
             lines.append(f"{mib(each.nbytes):>12}  {each.seconds:>8.3f}  {each.candidate}{lack}")
         if most is not None and len(self.estimates) > most:
             lines.append(f"and {len(self.estimates) - most} more, which are slower or lack more")
