@@ -158,6 +158,14 @@ def test_the_host_steps_once_for_all_micro_batches() -> None:
     assert {each.candidate.accumulation for each in tried if each.candidate.offload} >= {1, 2}
 
 
+def test_gradients_that_are_added_in_host_memory_arrive_beside_those_that_are_there() -> None:
+    tried = on_gpu(60, batch=8)
+    gradients = make_plan(gpt(), ShardConfig(), 4).predicted.gradients
+    settings = "full_shard, prefetch 1, offload, activation checkpointing"
+    once, twice = (tried[f"{settings}, {samples}"].host_nbytes for samples in ("8 samples", "2 x 4 samples"))
+    assert twice - once == pytest.approx(gradients, rel=0.01)
+
+
 def test_layers_that_recompute_by_themselves_are_left_alone() -> None:
     model = gpt()
     for block in model.blocks:

@@ -95,6 +95,8 @@ class ReplayedReductions:
 
     def _dtype(self, flat: FlatStandIn) -> torch.dtype:
         """Return the dtype of the buffer into which gradients are copied."""
+        if not self._reduces and flat.offloaded:
+            return flat.dtypes.crossing(reduced=False)
         return flat.dtypes.reduce if self._reduces else flat.dtypes.grad
 
     def _open(self, flat: FlatStandIn) -> int:
@@ -162,6 +164,12 @@ class ReplayedReductions:
         if flat.offloaded:
             number = self._log.start("to_host", flat.unit, flat.shard_nbytes(dtype))
             self._leaving.append((number, result))
+            if flat.grad is not None:  # added there
+                if flat.spare is None and self._log.on_streams and dtype == flat.dtypes.grad:
+                    nbytes = flat.shard_nbytes(dtype)
+                    flat.spare = self._log.allocate(nbytes, "gradient", flat.unit, on_host=True)
+                flat.with_grad |= flat.arrived
+                return
             result = self._log.allocate(flat.shard_nbytes(flat.dtypes.grad), "gradient", flat.unit, on_host=True)
         elif dtype != flat.dtypes.grad:
             narrow, result = result, self._new_grad(flat)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..config.offload import STAGED
 from ..config.shard_config import ShardConfig
 from ..errors import ConfigError
 from ..schedule.phases import BACKWARD, EVALUATION, FORWARD
@@ -115,7 +116,7 @@ class _Replay:
     def __init__(
         self, trace: StepTrace, plan: Plan, config: ShardConfig, rank: int, ranks: int, accumulates: bool
     ) -> None:
-        self.accumulates = accumulates
+        self.accumulates, self.reduces = accumulates, ranks > 1
         self.trace, self.plan, self.rank = trace, plan, rank % plan.shard_ranks
         size = plan.shard_ranks
         last = max((e.storage for e in trace.events if isinstance(e, Allocation)), default=0)
@@ -180,14 +181,25 @@ class _Replay:
         for unit in self.units:
             for flat in unit.flats:
                 self.log.allocate(flat.shard_nbytes(flat.dtypes.stored), "parameter", unit.name, on_host=host)
-                if offload is not None and (flat.dtypes.casts or not offload.params):
-                    crossing = flat.shard_nbytes(flat.dtypes.compute)
-                    self.log.allocate(crossing, "parameter", unit.name, on_host=offload.params)
+                crossing = flat.shard_nbytes(flat.dtypes.compute)
+                if offload is not None and flat.dtypes.casts:
+                    self.log.allocate(crossing, "parameter", unit.name, on_host=True)
+                if offload is not None and not offload.params:
+                    self.log.allocate(crossing, "parameter", unit.name)
+                if flat.spare is not None:
+                    nbytes = flat.shard_nbytes(flat.dtypes.grad)
+                    flat.spare = self.log.allocate(nbytes, "gradient", unit.name, on_host=True)
                 if flat.grad is not None:
                     nbytes = flat.shard_nbytes(flat.dtypes.grad)
                     flat.grad = self.log.allocate(nbytes, "gradient", unit.name, on_host=host)
                 if flat.full is not None:
                     flat.full = self.log.allocate(flat.full_nbytes, "gathered", unit.name)
+        if host and (self.log.on_streams or self.plan.shard_ranks == 1):  # else Gloo's sums are as wide as gradients
+            flats = [flat for unit in self.units for flat in unit.flats if flat.trains]
+            arriving = [(flat, flat.dtypes.crossing(self.reduces)) for flat in flats]
+            staged = max((flat.shard_nbytes(d) for flat, d in arriving if d != flat.dtypes.grad), default=0)
+            for _ in range(STAGED if staged else 0):
+                self.log.allocate(staged, "gradient", "", on_host=True)
         for event in (*self.before, *self.replaced.standing):
             if isinstance(event, Allocation) and event.storage not in self.replaced.absent:
                 self.log.add(self._scaled(event))

@@ -105,6 +105,7 @@ class FlatStandIn:
         arrived: the names of parameters whose gradient the running backward has brought.
         with_grad: the names of parameters that have a ``.grad``.
         grad: the storage of these; None if there is none.
+        spare: with offload the storage in which gradients arrive that are added to others; None before the first ones.
         results: storages of reduced shards that are not published yet.
     """
 
@@ -118,6 +119,7 @@ class FlatStandIn:
     arrived: set[str] = field(default_factory=set)
     with_grad: set[str] = field(default_factory=set)
     grad: int | None = None
+    spare: int | None = None
     results: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
