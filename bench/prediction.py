@@ -212,21 +212,21 @@ def predicted(case: Case) -> list[Peak]:
 
 
 def report(results: list[tuple[Case, list[Peak], list[int]]]) -> None:
-    errors = []
+    errors = []  # of each case: that of the rank whose prediction is lowest, and highest
     for case, peaks, found in results:
         off = [peak.total / real - 1 for peak, real in zip(peaks, found, strict=True)]
-        worst = max(off, key=abs)
-        errors.append((abs(worst), worst, case))
-    sizes = sorted(abs(worst) for _, worst, _ in errors)
-    within = sum(size <= 0.05 for size in sizes) / len(sizes)
-    low = [case for _, worst, case in errors if worst < -0.05]
+        errors.append((min(off), max(off), case))
+    sizes = sorted(max(-low, high) for low, high, _ in errors)
+    two, five = (sum(size <= part for size in sizes) for part in (0.02, 0.05))
     print(f"\n{len(errors)} cases; of each the rank with the largest error. Median {statistics.median(sizes):.2%}, ")
+    print(f"95th percentile {sizes[int(0.95 * (len(sizes) - 1))]:.2%}, largest {sizes[-1]:.2%}.")
+    print(f"{two} are within 2 %, {five} within 5 %.")
     print(
-        f"95th percentile {sizes[int(0.95 * (len(sizes) - 1))]:.2%}, largest {sizes[-1]:.2%}; {within:.0%} within 5 %."
+        f"Lowest prediction {min(low for low, *_ in errors):+.2%}, highest {max(high for _, high, _ in errors):+.2%}."
     )
-    print(f"Predicted more than 5 % too low: {len(low)}.")
-    for _, worst, case in sorted(errors, key=lambda e: -e[0])[:10]:
-        print(f"  {worst:+.2%}  {case}")
+    print(f"Predicted more than 5 % too low on some rank: {sum(low < -0.05 for low, *_ in errors)}.")
+    for low, high, case in sorted(errors, key=lambda e: -max(-e[0], e[1]))[:10]:
+        print(f"  {low:+.2%} to {high:+.2%}  {case}")
 
 
 def report_resident(results: list[tuple[Case, list[Peak], list[int]]]) -> None:
