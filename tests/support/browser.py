@@ -18,7 +18,8 @@ needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="ne
 
 _SCRIPT = """<script>
 const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).reduce((sum, part) => sum + part / 765, 0);
-document.body.dataset.seen = JSON.stringify({
+parent.document.body.dataset.seen = JSON.stringify({
+  inner: innerWidth,
   marks: [...document.querySelectorAll('svg')].map(
     plot => [...plot.querySelectorAll('path')].filter(e => e.getBBox().width > 0).length),
   wide: document.documentElement.scrollWidth > innerWidth,
@@ -42,20 +43,24 @@ def seen(page: Path, folder: Path, width: int, dark: bool) -> dict[str, Any]:
     Args:
         page: the page.
         folder: an empty one, for the browser.
-        width: of the window, in pixels.
+        width: of the page, in pixels.
         dark: the user likes dark pages.
 
     Returns:
-        Under ``"marks"`` the number of visible shapes of each plot; under ``"wide"`` whether the page is wider than the window;
+        Under ``"marks"`` the number of visible shapes of each plot; under ``"wide"`` whether the page is wider than that;
         under ``"back"``, ``"text"`` and ``"labels"`` how light the background is, the text, and the first label of each plot,
         from 0 to 1.
     """
     copy = folder / "page.html"
-    copy.write_text(page.read_text().replace("</body>", _SCRIPT))
+    # In a frame, because a window of chromium is at least 500 pixels wide.
+    framed = html.escape(page.read_text().replace("</body>", _SCRIPT))
+    copy.write_text(f'<body><iframe style="border: 0" width="{width}" height="900" srcdoc="{framed}"></iframe></body>')
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    command = ["chromium", *_OPTIONS, scheme, f"--user-data-dir={folder / 'user'}", f"--window-size={width},900"]
+    command = ["chromium", *_OPTIONS, scheme, f"--user-data-dir={folder / 'user'}", f"--window-size={width + 100},1000"]
     done = subprocess.run([*command, copy.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr
     found = re.search(r'data-seen="(.*?)"', done.stdout)
     assert found is not None
-    return dict(json.loads(html.unescape(found[1])))
+    said: dict[str, Any] = json.loads(html.unescape(found[1]))
+    assert said["inner"] == width
+    return said
