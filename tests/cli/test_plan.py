@@ -15,6 +15,7 @@ from torch import nn
 
 import torch_shard
 from tests.support.marks import exhaustive
+from tests.support.run_python import run_python
 from torch_shard import Offload
 from torch_shard.activation_checkpointing import offload_of as activation_offload_of
 from torch_shard.cli import plan
@@ -111,6 +112,31 @@ def test_more_precision_takes_more(llama: str, capsys: pytest.CaptureFixture[str
         candidates = json.loads(capsys.readouterr().out)["candidates"]
         nbytes[precision] = next(e["nbytes"] for e in candidates if e["settings"].startswith("full_shard, prefetch 1"))
     assert nbytes["bf16"] < nbytes["fp32"]
+
+
+# Processor time, because the time of a clock depends on the tests that run beside this one.
+LIMITED = """
+import resource
+import sys
+
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+
+from torch_shard.cli.main import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_70_billion_parameters_on_16384_ranks_take_a_minute_and_4_gib_at_most(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    config = transformers.AutoConfig.for_model("llama", **sizes, num_key_value_heads=8, vocab_size=128256)
+    config.save_pretrained(tmp_path)
+    options = ["--batch", "2", "--seq", "4096", "--gpus", "8", "--nodes", "2048", "--memory", "80GiB", "--json"]
+    found = json.loads(run_python("-c", LIMITED, "plan", "--model", tmp_path, *options).stdout)
+    assert found["candidates"][0]["lacks"] == 0
+    assert found["states"] == pytest.approx(16 * 70.55e9 / 16384, rel=0.01)
 
 
 @pytest.mark.parametrize(
