@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,10 +77,10 @@ PROGRAMS = [
     ),
     Program("accelerate test_script", script("test_script.py"), (), ACCELERATE),
     Program(
-        # It asserts that no gradient is reduced within no_sync, which is a setting here.
+        # It asserts that no gradient is reduced within no_sync, which is a setting here, and compares values of such gradients.
         "accelerate test_sync, with SHARD_DEFER_GRADIENT_SYNC=true",
         script("test_sync.py"), (), ACCELERATE, environment={"SHARD_DEFER_GRADIENT_SYNC": "true"},
-        tolerance=Tolerance(losses=(0.0, math.inf), reason="its data are others in each run; it asserts the gradients itself"),
+        refused="is each rank's own, because it comes from a backward under engine.no_sync()",
     ),
 ]  # fmt: skip
 
