@@ -67,8 +67,8 @@ def test_epochs_leave_no_objects_and_take_no_memory_after_the_first(rank, world_
     t.fit(Net(optimizer="adamw"), loader(world_size, STEPS), loader(world_size, 2))
     assert objects[0]["Engine"] == 1
     # One tensor more is there now and then, with "ddp", too; a leak is one for each step. The first epochs leave
-    # something for good: scores of the two best checkpoints, for example. A partner that was late once has been asked where it is,
-    # through a connection that stays, with a thread on its side.
+    # something for good: scores of the two best checkpoints, for example. A partner that was late once was asked where it is. The
+    # connection for that stays, with a thread on the partner's side.
     grown = objects[-1] - objects[1]
     assert set(grown) <= {"tensors", "_SocketThread"} and max(grown.values(), default=0) < 2, grown
     # Of a leak at each step a dozen of Python's blocks would show, in every epoch; a module that is imported late shows in one.
