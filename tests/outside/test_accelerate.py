@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,10 +78,10 @@ PROGRAMS = [
     ),
     Program("accelerate test_script", script("test_script.py"), (), ACCELERATE),
     Program(
-        # It asserts that no gradient is reduced within no_sync, which is a setting here, and compares values of such gradients.
+        # It asserts that no gradient is reduced within no_sync, which is a setting here.
         "accelerate test_sync, with SHARD_DEFER_GRADIENT_SYNC=true",
         script("test_sync.py"), (), ACCELERATE, environment={"SHARD_DEFER_GRADIENT_SYNC": "true"},
-        refused="is each rank's own, because it comes from a backward under engine.no_sync()",
+        tolerance=Tolerance(losses=(0.0, math.inf), reason="its data are others in each run; it asserts the gradients itself"),
     ),
 ]  # fmt: skip
 

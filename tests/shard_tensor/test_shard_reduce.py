@@ -13,7 +13,7 @@ from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from tests.support.shard_cases import REDUCTIONS
 from tests.support.shard_helpers import SHAPES, GroupComm, same, sharded, values
-from torch_shard.errors import NeedsGatherError
+from torch_shard.errors import NeedsGatherError, ShardError
 
 
 @ranks(1, 2, exhaustive=(3,))
@@ -150,9 +150,97 @@ def test_the_check_for_non_finite_gradients_sees_all_ranks(rank, world_size):
         same(shards["cube"], plain["cube"])
 
 
+def own_step(model, rank):
+    """Run a backward of data of the rank's own."""
+    model(torch.ones(2, 4) * (1 + rank)).square().sum().backward()
+
+
+OWN_GRADIENTS = [
+    {},
+    *exhaustive(*({"strategy": s} for s in ("shard_grad_op", "shard_optim", "no_shard")), {"offload": "cpu"}),
+]
+
+
+@pytest.mark.parametrize("config", OWN_GRADIENTS, ids=str)
+@ranks(2, exhaustive=(3,))
+def test_a_rank_reads_its_own_gradient_under_no_sync_as_under_ddp(rank, world_size, config):
+    model = Net()
+    plain = copy.deepcopy(model)
+    engine = torch_shard.shard(model, **config, **small)
+    weight = model.left.weight
+    for _ in range(2):  # the second adds to the first
+        with engine.no_sync():
+            own_step(model, rank)
+        own_step(plain, rank)
+        expected = plain.left.weight.grad
+        for read in (
+            lambda g: g.norm(),
+            lambda g: g.mean(),
+            lambda g: g.data.sum(),
+            lambda g: g.detach().std(),
+            lambda g: nn.utils.get_total_norm([g]),
+            lambda g: g.sum(0),
+            lambda g: torch.tensor(g.tolist()),
+            lambda g: torch.from_numpy(g.numpy().copy()),
+            lambda g: torch.zeros(g.shape).add_(g),
+        ):
+            same(read(weight.grad), read(expected))
+        assert torch.allclose(weight.grad, expected) and not torch.allclose(expected + 1e-3, weight.grad)
+        if rank == 0:  # nothing is sent
+            same(weight.grad.full_tensor(), expected)
+    first, alias = weight.grad, weight.grad.data
+    own_step(model, rank)
+    same(weight.grad.norm(), weight.grad.full_tensor().norm())
+    weight.grad = None
+    with engine.no_sync():
+        own_step(model, rank)
+    for stale in (first, alias):  # of an earlier accumulation
+        with pytest.raises(NeedsGatherError, match="the gradient of left"):
+            stale.norm()
+
+
+@pytest.mark.parametrize("edit", ["data", "view", "list", "clip"])
+@pytest.mark.parametrize("hold", [True, False])
+@ranks(2)
+def test_an_edit_of_a_gradient_under_no_sync_is_an_error_by_the_next_backward(rank, world_size, hold, edit):
+    model = Net()
+    engine = torch_shard.shard(model, **small)
+    with engine.no_sync(hold):
+        step(model)
+    grad = model.left.weight.grad
+    edits = {
+        "data": lambda: grad.data.mul_(0.5),
+        "view": lambda: grad.data.detach().mul_(0.5),
+        "list": lambda: torch._foreach_mul_([grad.data], 0.5),
+        "clip": lambda: nn.utils.clip_grad_norm_([model.left.weight], 1e-3),
+    }
+    edits[edit]()
+    with pytest.raises(ShardError, match=r"the gradient of left\.weight was edited"):
+        step(model)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@ranks(2)
+def test_a_gradient_that_is_zeroed_through_an_alias_under_no_sync_is_dropped(rank, world_size, hold):
+    model = Net()
+    engine = torch_shard.shard(model, **small)
+    with engine.no_sync(hold):
+        step(model)
+    for p in model.parameters():
+        p.grad.data.zero_()
+    step(model)
+    once = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    step(model)
+    for p, expected in zip(model.parameters(), once, strict=True):
+        same(p.grad.full_tensor(), expected)
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @ranks(2)
-def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank, world_size, strategy):
+def test_what_is_computed_from_gradients_that_are_not_reduced_gives_no_number_of_the_ranks_shards(
+    rank, world_size, strategy
+):
     model = Net()
     engine = torch_shard.shard(model, strategy=strategy, **small)
     weight = model.left.weight
@@ -164,18 +252,12 @@ def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank,
     accumulated.add_(weight.grad)
     (halved,) = torch._foreach_mul([weight.grad], 0.5)
     for read in (
-        lambda g: g.norm(),
         lambda g: g.abs().max(),
-        lambda g: g.isnan().any(),
         lambda g: g.clone().mean(),
-        lambda g: g.detach().std(),
-        lambda g: g.data.sum(),
-        lambda g: torch.equal(g, full),
-        lambda g: torch.allclose(full, g),
-        lambda g: g.full_tensor(),
+        lambda g: torch.equal(g * 2, full),
+        lambda g: torch.allclose(full, g.clone()),
         lambda g: copy.deepcopy(g).full_tensor(),
-        lambda g: nn.utils.get_total_norm([g]),
-        lambda g: nn.utils.clip_grad_norm_([weight], 1.0),
+        lambda g: g.isnan().any(),
         lambda g: accumulated.sum(),
         lambda g: halved.sum(),
         lambda g: weight.data.sub_(g, alpha=0.1),
@@ -191,7 +273,7 @@ def test_gradients_that_are_not_reduced_give_no_number_of_the_ranks_shards(rank,
         with engine.no_sync():
             step(model)
         with pytest.raises(NeedsGatherError, match="the gradient of left"):
-            weight.grad.norm()
+            weight.grad.abs().max()
     step(model)
     same(weight.grad.norm(), weight.grad.full_tensor().norm())
     accumulated.copy_(weight.grad).add_(1)

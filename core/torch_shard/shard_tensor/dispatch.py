@@ -160,9 +160,13 @@ def _mix(target: Any, func: Any, sources: Sequence[Any]) -> None:
 def _count_edit(target: ShardTensor) -> None:
     """Increment the version of the shard, which tells the engine that the unsharded parameter is out of date.
 
-    Below autograd torch does not increment it, and an alias (`p.data`) has a version counter of its own.
+    Below autograd torch does not increment it, and an alias (`p.data`) has a version counter of its own. An edit of `grad.data`
+    is one of the gradient, too.
     """
-    torch.autograd.graph.increment_version(target._shard_state.local)
+    state = target._shard_state
+    torch.autograd.graph.increment_version(state.local)
+    if state.alias_of is not None:
+        torch.autograd.graph.increment_version(state.alias_of)
 
 
 _FILLS = ("fill", "fill_", "masked_fill", "masked_fill_")
@@ -189,8 +193,10 @@ def alias(source: Any) -> ShardTensor:
     result = ShardTensor._wrap(source._local, source._spec, source._unit_ref)
     result._shard_state.origin = source._shard_state.origin
     if source._unit_ref is None:
-        result._shard_state.copied_from = source._shard_state.copied_from
-        result._shard_state.mixed = source._shard_state.mixed
+        state, own = source._shard_state, result._shard_state
+        own.copied_from, own.mixed, own.read_own = state.copied_from, state.mixed, state.read_own
+        if state.origin is None and not source.is_inference():
+            own.alias_of = source if state.alias_of is None else state.alias_of
     return following(source, note_alias(source, result))
 
 

@@ -27,8 +27,8 @@ from .views import stands_alone
 def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor]:
     """Return each tensor unsharded: plain, with the original shape and strides, without gradient. Collective.
 
-    All tensors that share ranks and device travel in one message from each rank, as bytes, whatever their dtypes are. The
-    bytes count as sent.
+    A gradient whose reduction ``no_sync()`` defers is the rank's own, and is not sent. All other tensors that share ranks and
+    device travel in one message from each rank, as bytes, whatever their dtypes are. The bytes count as sent.
 
     Args:
         tensors: the tensors, the same on all ranks.
@@ -36,13 +36,15 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
 
     Raises:
         DivergenceError: another rank gathers something else; found on the CPU only.
-        NeedsGatherError: a tensor is a gradient whose reduction ``no_sync()`` defers.
+        NeedsGatherError: a tensor was computed from a gradient whose reduction ``no_sync()`` defers.
     """
-    refuse_unreduced(tensors, what)
-    results: list[Any] = [None] * len(tensors)
+    results: list[Any] = list(map(own_gradient, tensors))
+    refuse_unreduced([t for t, own in zip(tensors, results, strict=True) if own is None], what)
     groups: dict[Any, list[int]] = {}
     with torch.no_grad():
         for i, t in enumerate(tensors):
+            if results[i] is not None:
+                continue
             spec, local = t._spec, t._local
             results[i] = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype, device=local.device)
             if spec.numel:
@@ -50,6 +52,12 @@ def full_tensors(tensors: Sequence[ShardTensor], what: str) -> list[torch.Tensor
         for members in groups.values():
             _gather([tensors[i] for i in members], [results[i] for i in members], what)
     return results
+
+
+def own_gradient(tensor: ShardTensor) -> torch.Tensor | None:
+    """Return a copy of this rank's own gradient, if `tensor` shows one whose reduction is deferred. Not collective."""
+    read = tensor._shard_state.read_own
+    return None if read is None else read()
 
 
 def _gather(tensors: Sequence[ShardTensor], fulls: Sequence[torch.Tensor], what: str) -> None:
@@ -141,7 +149,8 @@ def _cuts(tensors: Sequence[ShardTensor], what: str) -> list[list[_Cut]]:
 def to_gather(call: FunctionCall) -> list[ShardTensor]:
     """Return the operands of which a function may be given full copies; none if it may not run on copies.
 
-    What the function writes to is never copied, because an edit of a copy would be lost.
+    What the function writes to is never copied, because an edit of a copy would be lost. Where deferred gradients are among the
+    operands, these are all that are copied: each rank has its own.
     """
     target = call.target
     if call.name.startswith("as_strided"):  # its arguments are places in the tensor's own memory
@@ -149,6 +158,8 @@ def to_gather(call: FunctionCall) -> list[ShardTensor]:
     if isinstance(target, (list, tuple)) and any(isinstance(t, ShardTensor) for t in target):
         return []
     found = [t for t in call.sharded if t is not target]
+    if (deferred := [t for t in found if t._shard_state.read_own is not None]) and not isinstance(target, ShardTensor):
+        return deferred
     return found if all(map(stands_alone, found)) else []
 
 

@@ -7,6 +7,7 @@ The object is in the tensor's ``__dict__``, under one name. A slot would not do:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,8 @@ class ShardState:
         unreduced: the tensor is a gradient of this rank alone, while ``no_sync()`` defers its reduction.
         mixed: the tensor is such a gradient, or was computed from one, and several ranks hold shards of different
             tensors in its place.
+        read_own: returns this rank's own gradient in full while the tensor shows a deferred one; None once it doesn't.
+        alias_of: the gradient or optimizer state of which the tensor is an alias.
         outdated: an optimizer's name and the version, if the tensor is a gradient that it has changed on the owning rank only.
         lost: the tensor is a gradient without the part that was deferred, because a backward has failed.
         waits_for: the background work on the memory, while `local` is unset.
@@ -54,6 +57,8 @@ class ShardState:
     copied_from: Origin | None = None
     unreduced = False
     mixed = False
+    read_own: Callable[[], torch.Tensor | None] | None = None
+    alias_of: torch.Tensor | None = None
     outdated: tuple[str, int] | None = None
     lost = False
     waits_for: PendingWrites | None = None

@@ -57,7 +57,7 @@ class Accumulation:
             return cleared
         with torch._C.DisableTorchFunctionSubclass():
             for i in list(self._left):
-                if self._is_unchanged(i):
+                if self.is_unchanged(i):
                     continue
                 if not self._is_cleared(i):
                     spec = self._params[i]._spec
@@ -79,9 +79,12 @@ class Accumulation:
     def holds(self, index: int) -> bool:
         """Return True if the user has not cleared a gradient since the last backward. Call without ``__torch_function__``."""
         # Identity is compared first: all ranks must answer alike, and this rank's shard may be empty.
-        return index in self._left and (self._is_unchanged(index) or not self._is_cleared(index))
+        return index in self._left and (self.is_unchanged(index) or not self._is_cleared(index))
 
-    def _is_unchanged(self, index: int) -> bool:
+    def is_unchanged(self, index: int) -> bool:
+        """Return True if a gradient is what the last backward has left. Call without ``__torch_function__``."""
+        if index not in self._left:
+            return False
         grad = own_grad(self._params[index])
         left, version = self._left[index]
         return grad is not None and left() is grad and grad._version == version

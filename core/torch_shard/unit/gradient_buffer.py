@@ -8,6 +8,8 @@ unreduced shard in the meantime.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -412,8 +414,11 @@ class GradientBuffer:
                     shown = ShardTensor._wrap(own[self._piece_of[i]], param._spec)
                     shown._shard_state.unreduced = True
                     set_own_grad(param, shown)
-                if is_unreduced(shown):  # also one that the user has cleared in the meantime
-                    shown._shard_state.mixed = self.collectives.data_parallel_size > 1
+                if is_unreduced(shown) and self.collectives.data_parallel_size > 1:
+                    shown._shard_state.mixed = True  # also if the user has cleared it in the meantime
+                    shown._shard_state.read_own = functools.partial(
+                        _own_gradient, weakref.ref(self), i, weakref.ref(shown)
+                    )
             self.accumulation.note(deferred)
         if self.host is not None and own:
             self.host.pending_writes.block_reads(self._present_grads())
@@ -427,6 +432,17 @@ class GradientBuffer:
         dtype = self.dtypes.grad
         own = own.to(dtype) if self.host is None else self.host.receive(own.to(dtype, copy=True), dtype)
         return own.split_with_sizes(self._pieces)
+
+    def own_gradient(self, index: int, shown: ShardTensor) -> torch.Tensor | None:
+        """Return a copy of the gradient that `shown`, the `.grad` of parameter `index`, shows a part of; None if it is stale."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            param = self.params[index]
+            current = shown is own_grad(param) and self.unreduced[index] and self.accumulation.is_unchanged(index)
+            if not current or param._spec.part is not None:
+                return None
+            streams = self.collectives.streams
+            streams.join(streams.current(), self._streams)
+            return torch.div(self._views[index], self._factor).to(shown._local.device, self.dtypes.grad)
 
     def check_accumulation(self) -> None:
         """Drop deferred gradients that the user has cleared since the last backward; raise if one was edited."""
@@ -488,6 +504,13 @@ class GradientBuffer:
         self._streams = set()
         self.unreduced = [False] * len(self.unreduced)
         self._await_all()
+
+
+def _own_gradient(
+    buffer: weakref.ref[GradientBuffer], index: int, shown: weakref.ref[ShardTensor]
+) -> torch.Tensor | None:
+    gradients, grad = buffer(), shown()
+    return None if gradients is None or grad is None else gradients.own_gradient(index, grad)
 
 
 def divided_before(world: int) -> int:
