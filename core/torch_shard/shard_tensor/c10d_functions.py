@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .full_tensor import full_tensors
 from .function_call import FunctionCall
-from .spec import gather_error
+from .spec import gather_error, refuse_unreduced
 
 _KEPT = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced broadcast gather
@@ -39,6 +39,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if name in _REFUSED.split():
         why = "gives each rank something else, of which it would keep a shard; use .full_tensor()"
         raise gather_error(sharded, name, why)
+    refuse_unreduced(sharded, name)
     copies = full_tensors(sharded, f"{name} of the sharded {sharded[0]._spec.name}")
     work = call.run(sharded, copies)
     if isinstance(work, dist.Work):
