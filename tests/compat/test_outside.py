@@ -48,7 +48,7 @@ def _or_not(p, x):
     return torch.where(x.sum() > batch(1, 0).sum(), x[0], whole(p))
 
 
-MEETINGS = {
+OPERATIONS = {
     "product": lambda m, x: (m.scale * x).sum(),
     "product, the other way round": lambda m, x: (x * m.scale).sum(),
     "of one row": lambda m, x: (m.scale * x[0]).sum(),
@@ -83,7 +83,7 @@ def test_a_parameter_and_a_ranks_own_tensor_give_each_rank_its_own_result(rank, 
     pair = Pair(Clip, rank, world_size, unit_bytes=100, strategy=strategy)
     for step in range(2):
         x = batch(rank, step)
-        for name, function in MEETINGS.items():
+        for name, function in OPERATIONS.items():
             with MODES[mode]():
                 ours, plain = pair.each(function, x)
             for a, b in zip(*([r] if isinstance(r, torch.Tensor) else r for r in (ours, plain)), strict=True):

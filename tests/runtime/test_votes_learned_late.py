@@ -165,7 +165,7 @@ def test_gradients_are_taken_back_where_the_ranks_turn_out_to_differ(rank, monke
     x = torch.ones(1, WIDTH, dtype=torch.float64)
     model(x).sum().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(OperationSequence, "_is_met", apart)
+        patch.setattr(OperationSequence, "_have_all_come", apart)
         with pytest.raises(DivergenceError, match="apart"):
             optimizer.step()
     assert all(p.grad is None for p in model.parameters())
@@ -175,7 +175,7 @@ def test_gradients_are_taken_back_where_the_ranks_turn_out_to_differ(rank, monke
     assert not all(map(torch.equal, [p.detach().to_local() for p in model.parameters()], before))
 
 
-def apart(self, meeting, message):
+def apart(self, comparison, message):
     raise DivergenceError("apart")
 
 

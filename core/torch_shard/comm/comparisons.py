@@ -2,9 +2,9 @@
 
 A rank that waits here to *read* the model (a forward without gradients, a state dict) may find that a partner does something
 else. It then goes on alone and leaves the all-reduce behind, which is still under way. What must never happen is that some
-ranks take the all-reduce for a meeting, and begin collectives, while another reads alone. So the reader first asks a partner
-that has not come yet (:mod:`.one_sided.service`), and that partner promises to say so when it comes: a flag in its own message,
-which reaches all ranks with the result. One promise suffices, because without that partner the all-reduce does not end.
+ranks believe all to have come, and begin collectives, while another reads alone. So the reader first asks a partner that has
+not come yet (:mod:`.one_sided.service`), and that partner promises to say so when it comes: a flag in its own message, which
+reaches all ranks with the result. One promise suffices, because without that partner the all-reduce does not end.
 
 No message is added where no rank reads alone, and nothing is agreed upon through a third place.
 """

@@ -86,7 +86,7 @@ class OperationSequence:
         """
         if self.collectives.world == 1:
             return payload
-        message = self._compare(_Meeting(self, what, payload, self.hash))
+        message = self._compare(_Comparison(self, what, payload, self.hash))
         assert message is not None
         return self._answer(message, payload)
 
@@ -117,7 +117,7 @@ class OperationSequence:
         kept = self.hash, len(self.history)
         for code, text in notes:
             self.note(code, text)
-        message = self._compare(_Meeting(self, what, payload, kept[0], purpose, alone_after))
+        message = self._compare(_Comparison(self, what, payload, kept[0], purpose, alone_after))
         if message is None:
             self.hash = kept[0]
             del self.history[kept[1] :]
@@ -138,20 +138,20 @@ class OperationSequence:
         """
         comparisons = self._comparisons
         comparisons.finish()
-        meeting = _Meeting(self, what, payload, self.hash)
-        meeting.line = caller_line()
+        comparison = _Comparison(self, what, payload, self.hash)
+        comparison.line = caller_line()
         if payload is not None:
             self.hash, self.history = 0, []
-        self._send(meeting, then)
+        self._send(comparison, then)
 
-    def _send(self, meeting: _Meeting, then: Callable[[torch.Tensor | None], None]) -> None:
-        message, flags = meeting.message()
-        ended = functools.partial(self._finish, meeting, message, then)
-        self._comparisons.begin(self.collectives.watchdog, message, flags, meeting.what, ended)
+    def _send(self, comparison: _Comparison, then: Callable[[torch.Tensor | None], None]) -> None:
+        message, flags = comparison.message()
+        ended = functools.partial(self._finish, comparison, message, then)
+        self._comparisons.begin(self.collectives.watchdog, message, flags, comparison.what, ended)
 
     def _finish(
         self,
-        meeting: _Meeting,
+        comparison: _Comparison,
         message: torch.Tensor,
         then: Callable[[torch.Tensor | None], None],
         have_come: bool,
@@ -159,16 +159,16 @@ class OperationSequence:
     ) -> None:
         found, goes_on = None, False
         try:
-            if have_come and self._is_met(meeting, message):
+            if have_come and self._have_all_come(comparison, message):
                 found = message
             elif have_come and repeats:
-                found = self._compare(meeting)
+                found = self._compare(comparison)
             elif have_come:
-                self._send(meeting, then)
+                self._send(comparison, then)
                 goes_on = True
         finally:
             if not goes_on:
-                then(None if found is None else found[_HEAD : _HEAD + meeting.length])
+                then(None if found is None else found[_HEAD : _HEAD + comparison.length])
 
     def finish(self) -> None:
         """End the comparison that has begun, if there is one.
@@ -190,24 +190,26 @@ class OperationSequence:
         found: Comparisons = self.collectives.watchdog.channels["control"].groups.comparisons
         return found
 
-    def _compare(self, meeting: _Meeting) -> torch.Tensor | None:
+    def _compare(self, comparison: _Comparison) -> torch.Tensor | None:
         """Return the message of all ranks; None if this rank, which came to read, reads alone."""
         comparisons, watchdog = self._comparisons, self.collectives.watchdog
-        if not comparisons.finish_for(meeting.purpose, meeting.alone_after, watchdog.timeout):
+        if not comparisons.finish_for(comparison.purpose, comparison.alone_after, watchdog.timeout):
             return None
         while True:
-            message, flags = meeting.message()
-            if not comparisons.all_reduce(watchdog, message, flags, meeting.what, meeting.purpose, meeting.alone_after):
+            message, flags = comparison.message()
+            if not comparisons.all_reduce(
+                watchdog, message, flags, comparison.what, comparison.purpose, comparison.alone_after
+            ):
                 return None
-            if self._is_met(meeting, message):
+            if self._have_all_come(comparison, message):
                 return message
-            if meeting.purpose is Purpose.READS or (
-                meeting.purpose is Purpose.RECORDS and _may_record_alone(message.tolist())
+            if comparison.purpose is Purpose.READS or (
+                comparison.purpose is Purpose.RECORDS and _may_record_alone(message.tolist())
             ):
                 return None
             # A rank that came to read has gone on alone: all others, and that one when it is back, compare once more.
 
-    def _is_met(self, meeting: _Meeting, message: torch.Tensor) -> bool:
+    def _have_all_come(self, comparison: _Comparison, message: torch.Tensor) -> bool:
         """Return True if all ranks have come to one operation, and False if some have read alone instead.
 
         Raises:
@@ -221,13 +223,13 @@ class OperationSequence:
         only_reads = not (left or records or works)
         apart = only_reads and _equal(h[_ENGINE]) and not _equal(h[_EARLIER])
         if apart or not (left or reads or _may_record_alone(h)):
-            self._explain(meeting)
+            self._explain(comparison)
         return False
 
-    def _explain(self, meeting: _Meeting) -> None:
+    def _explain(self, comparison: _Comparison) -> None:
         self.on_difference()
-        watchdog, what = self.collectives.watchdog, meeting.what
-        history, line = meeting.history[: meeting.noted], meeting.line or caller_line()
+        watchdog, what = self.collectives.watchdog, comparison.what
+        history, line = comparison.history[: comparison.noted], comparison.line or caller_line()
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
         mine = _Account(history, what, line, self.model, issued)
         before = ", ".join(history[-_RECENT:]) or "nothing"
@@ -307,7 +309,7 @@ class _Account(NamedTuple):
     issued: dict[str, int]
 
 
-class _Meeting:
+class _Comparison:
     """One rank's side of a comparison."""
 
     def __init__(
