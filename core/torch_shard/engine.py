@@ -378,8 +378,8 @@ class Engine:
             with names in place of numbers, and state of the parameters' global shapes.
 
         Raises:
-            StateDictError: the optimizer holds a parameter that is not this model's. If it holds those of several sharded
-                models, use :meth:`save` with `models`.
+            StateDictError: the optimizer holds none of this model's parameters, or those of several sharded models. For the
+                latter use :meth:`save` with `models`.
         """
         return optimizer_state.optim_state_dict(self._runtime, optimizer, rank0_only, self.model)
 
@@ -491,7 +491,7 @@ class Engine:
                 there are objects that would not be loaded again, or not in this format. What was there is as it was.
             ConfigError: an argument is wrong, or an optimizer or `extra` was given for safetensors.
             DivergenceError: the ranks passed different arguments.
-            StateDictError: the optimizer holds a parameter that is not this model's.
+            StateDictError: the optimizer holds parameters of another sharded model, or none of this one.
             UnavailableError: the safetensors library is not installed.
             UnitStateError: inside a forward or :meth:`gathered`.
         """

@@ -34,6 +34,7 @@ class AfterImport:
 
     def __init__(self, names: Collection[str], then: Callable[[ModuleType], None]) -> None:
         self.names, self.then = names, then
+        self._executed: set[str] = set()  # the modules that are being executed
 
     def install(self) -> None:
         """Put this finder before the others, and call the function at once for modules that are imported already. Idempotent."""
@@ -65,9 +66,17 @@ class AfterImport:
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            name = module.__name__
+            # Another finder that asks all finders itself, as wrapt's does, gets a loader that calls this function twice.
+            nested = name in self._executed
+            self._executed.add(name)
+            try:
+                execute(module)
+            finally:
+                if not nested:
+                    self._executed.remove(name)
             # Some loaders (zipimport's) serve several modules.
-            if module.__name__ in self.names:
+            if name in self.names and not nested:
                 self.then(module)
 
         loader.exec_module = exec_module

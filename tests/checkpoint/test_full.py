@@ -243,7 +243,7 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_is_written(ran
         (ConfigError, "dtype must be", "c.pt", {"dtype": torch.int8}),
         (ConfigError, "max_shard_size", "c", {"max_shard_size": "many"}),
         (CheckpointError, "is a directory; give the name of a file", "there", {"format": "torch"}),
-        (StateDictError, "is not a parameter of this model", "c.pt", {"optimizer": torch.optim.SGD([torch.ones(1)])}),
+        (StateDictError, "holds no parameter of this model", "c.pt", {"optimizer": torch.optim.SGD([torch.ones(1)])}),
     ):
         with pytest.raises(error, match=message):
             engine.save_full(tmp_path / path, **options)

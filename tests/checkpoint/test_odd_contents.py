@@ -90,6 +90,42 @@ def test_a_0_dim_parameters_counters_stay_whole(rank, way, make, tmp_path):
     same(engine.state_dict(rank0_only=False)["scale"], plain.scale.detach())
 
 
+@pytest.mark.parametrize("way", ["directory", "file", "state dict"])
+@ranks(2, exhaustive=(3,))
+def test_state_of_parameters_that_no_model_has_is_saved(rank, way, tmp_path):
+    heads = []
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        torch.manual_seed(5)
+        heads.append(nn.Linear(1, 3))  # of a loss, which each rank trains by itself
+        return torch.optim.Adam([*model.parameters(), *heads[-1].parameters()], lr=0.1)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        heads[-1](model(torch.ones(3)).reshape(3, 1)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, engine, optimizer = build(model=Scalar, make=make)
+    for _ in range(2):
+        step(model, optimizer)
+    if way == "state dict":
+        kept = engine.optim_state_dict(optimizer, rank0_only=False)
+    else:
+        getattr(engine, "save" if way == "directory" else "save_full")(tmp_path / "c.pt", optimizer)
+    values, head = engine.state_dict(rank0_only=False), {k: v.clone() for k, v in heads[-1].state_dict().items()}
+    step(model, optimizer)
+    expected = engine.state_dict(rank0_only=False), heads[-1].state_dict()
+    model, engine, optimizer = build(seed=1, model=Scalar, make=make)
+    if way == "state dict":
+        engine.load_optim_state_dict(optimizer, kept)
+        engine.load_state_dict(values)
+    else:
+        load(engine, tmp_path / "c.pt", optimizer)
+    heads[-1].load_state_dict(head)
+    step(model, optimizer)
+    same((engine.state_dict(rank0_only=False), heads[-1].state_dict()), expected)
+
+
 class Numbers(nn.Module):
     """Parameters whose names are numbers, made in another order than they are counted in."""
 

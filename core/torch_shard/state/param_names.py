@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import StateDictError
 from ..runtime.runtime import Runtime
+from ..shard_tensor.tensor import ShardTensor
 from ..unit.unit import Unit
 from ..utils.patterns import without_wrappers
 
@@ -45,27 +46,41 @@ def names_by_group(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
 def names_of(
     runtime: Runtime, optimizer: torch.optim.Optimizer, model: nn.Module | None, others: bool = False
 ) -> dict[int, str]:
-    """Return the name of each of the optimizer's parameters, by the parameter's id. Not collective.
+    """Return the names of the model's and the optimizer's parameters, as :func:`names_of_held` does."""
+    return names_of_held(optimizer, names_by_id(runtime.units, model), runtime.collectives.world_rank, others)
 
-    With `others`, parameters that are not the model's get their position for a name.
+
+def names_of_held(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, str], rank: int, others: bool = False
+) -> dict[int, str]:
+    """Return `known`, the names of models' parameters by id, with those of all other parameters that an optimizer holds.
+
+    A name is the one in the group's ``param_names``, where it has some, or the position in the optimizer. Such a parameter is one
+    of a loss, say, which each rank trains by itself. With `others` it may also be one of another sharded model. Not collective.
 
     Raises:
-        StateDictError: without `others`, the optimizer holds parameters that are not the model's and have no name of their own.
+        StateDictError: without `others`, the optimizer holds none of the models' parameters, or some of another sharded model.
     """
-    names = names_by_id(runtime.units, model)
+    names = dict(known)
     taken = set(names.values())
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not others and held and not any(id(p) in names for p in held):
+        raise StateDictError(
+            f"rank {rank}: the optimizer holds no parameter of this model. Save that optimizer by itself."
+        )
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         for i, p in enumerate(group["params"]):
-            if id(p) not in names and given is not None and given[i] not in taken:
+            if id(p) in names:
+                continue
+            if given is not None and given[i] not in taken:
                 names[id(p)] = given[i]
                 taken.add(given[i])
-            if id(p) not in names and others:
+            elif others or not isinstance(p, ShardTensor):
                 names[id(p)] = f"{number}.{i} (not the model's)"
-            if id(p) not in names:
+            else:
                 raise StateDictError(
-                    f"rank {runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of shape "
-                    f"{tuple(p.shape)}, is not a parameter of this model. Save that optimizer by itself, or, if it holds "
-                    "parameters of another sharded model, too, with both: engine.save(..., models={'other': other_engine})."
+                    f"rank {rank}: parameter {i} of the optimizer's group {number}, of shape {tuple(p.shape)}, is one of another "
+                    "sharded model. Save that optimizer with both models: engine.save(..., models={'other': other_engine})."
                 )
     return names

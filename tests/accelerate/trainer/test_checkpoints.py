@@ -18,7 +18,7 @@ from accelerate_shard import from_pretrained
 from tests.accelerate.support.peft_models import adapted, lora
 from tests.accelerate.support.trainers import Ours, Tokens, assert_same_logs, trained, trainer
 from tests.checkpoint.test_damaged_full import flip
-from tests.support.hf_models import build
+from tests.support.hf_models import VOCAB, build
 from tests.support.marks import exhaustive
 from tests.support.ranks import ranks, run
 from torch_shard.errors import CheckpointError, SetupError
@@ -263,3 +263,36 @@ def test_the_state_of_an_optimizer_around_another_is_saved_and_loaded(tmp_path):
     assert all("slow" in entries for entries in stock.values())
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
     dist.barrier()
+
+
+def with_own_head(kind: type[Trainer]) -> type[Trainer]:
+    """A Trainer whose loss has a parameter of its own, which the model lacks and each rank trains by itself."""
+
+    class WithHead(kind):  # type: ignore[valid-type, misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                self.scale = torch.nn.Parameter(torch.ones(VOCAB))
+                self.optimizer = torch.optim.AdamW([*self.model.parameters(), self.scale], lr=1e-2)
+            return self.optimizer
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            return (model(input_ids=inputs["input_ids"]).logits * self.scale).square().mean()
+
+    return WithHead
+
+
+@ranks(2)
+def test_the_optimizer_of_a_loss_with_parameters_is_saved_and_resumed(rank, tmp_path):
+    found = {}
+    for kind in (Trainer, Ours):
+        folder = tmp_path / kind.__name__
+        whole = trained(with_own_head(kind), folder, **EVERY_3)
+        dist.barrier()
+        saved = torch.load(folder / "checkpoint-3/optimizer.pt", weights_only=True)["state"]
+        with trainer(with_own_head(kind), folder, **EVERY_3) as own:
+            own.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+            found[kind] = whole, own.steps.logs, dict(saved)
+        dist.barrier()
+    assert_same_logs(found[Ours][0], found[Trainer][0])
+    assert_same_logs(found[Ours][1], found[Trainer][1])
+    torch.testing.assert_close(found[Ours][2], found[Trainer][2], rtol=1e-4, atol=1e-6)

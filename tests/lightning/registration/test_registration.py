@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_shard
+from lightning_shard.registration.autoload import AfterImport
 from tests.lightning.support import assert_alike
 from tests.lightning.trainer.test_launch import SCRIPT, results
 from tests.support.run_python import run_python
@@ -127,3 +130,38 @@ def test_a_reload_of_lightning_and_its_source_are_as_without_us(small_lightning,
         "assert 'shard' in registry, registry\n"
     )
     run_python("-c", code, folder=tmp_path, path=[small_lightning])
+
+
+class AsksAll:
+    """An import finder that asks all finders for a module, as the import hooks of tracing tools do."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.busy = name, False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name or self.busy:
+            return None
+        self.busy = True
+        try:
+            return importlib.util.find_spec(name)
+        finally:
+            self.busy = False
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_module_is_patched_once_though_another_finder_asks_all_finders(tmp_path, monkeypatch, first):
+    (tmp_path / "watched_by_two.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, "watched_by_two", raising=False)
+    seen: list[Any] = []
+    other = AsksAll("watched_by_two")
+    if first:
+        sys.meta_path.insert(0, other)
+    AfterImport(["watched_by_two"], seen.append).install()
+    if not first:
+        sys.meta_path.insert(0, other)
+    module = importlib.import_module("watched_by_two")
+    assert seen == [module]
+    importlib.reload(module)
+    assert seen == [module, module]

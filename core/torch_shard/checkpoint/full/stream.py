@@ -94,7 +94,7 @@ class OptimizerStream:
         """Find the sharded state. Not collective.
 
         Raises:
-            StateDictError: the optimizer holds a parameter that is not this model's.
+            StateDictError: the optimizer holds parameters of another sharded model, or none of this one.
         """
         self.runtime = runtime
         names_of(runtime, optimizer, model)

@@ -27,7 +27,7 @@ from ...optim.engines_of_optimizer import params_of
 from ...runtime.registry import engine_for
 from ...runtime.runtime import Runtime
 from ...state.optimizer_state import OTHER, groups_by_name, is_number
-from ...state.param_names import named_params
+from ...state.param_names import named_params, names_of_held
 from ..ports import EnginePort
 
 MODEL, MODELS, OPTIMIZER, EXTRA, EXTRA_SHARDS = "model", "models", "optimizer", "extra", "sliced"
@@ -96,26 +96,13 @@ def _checked(optimizer: Any) -> Any:
 
 
 def param_names(sources: Sequence[Source], optimizer: Any) -> dict[int, str]:
-    """Return the name of each parameter that the optimizer holds, by id. Not collective.
-
-    Raises:
-        StateDictError: it holds one that belongs to none of the models.
-    """
+    """Return the name of each parameter that the optimizer holds, by id, as :func:`.names_of_held` does. Not collective."""
     known: dict[int, str] = {}
     for source in sources:
         for name, p in source.params().items():
             known.setdefault(id(p), name)
-    names: dict[int, str] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            if id(p) not in known:
-                raise StateDictError(
-                    f"rank {sources[0].runtime.collectives.world_rank}: parameter {i} of the optimizer's group {number}, of "
-                    f"shape {tuple(p.shape)}, is not a parameter of the model. Pass its model too (models={{name: engine}}), or "
-                    "save that optimizer by itself."
-                )
-            names[id(p)] = known[id(p)]
-    return names
+    names = names_of_held(optimizer, known, sources[0].runtime.collectives.world_rank)
+    return {id(p): names[id(p)] for p in params_of(optimizer)}
 
 
 def optimizer_state(sources: Sequence[Source], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
