@@ -137,3 +137,20 @@ def test_collective_state_inside_a_lone_read_is_an_error(rank: int) -> None:
         with engine.gathered(), pytest.raises(UnitStateError, match="every rank"):
             engine.optim_state_dict(optimizer)
     dist.barrier()
+
+
+@ranks(2, exhaustive=(3,))
+def test_a_load_waits_for_a_rank_that_saves_later(rank: int) -> None:
+    sharded, _engine, plain = made(norm=nn.LayerNorm)
+    mine, theirs = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (sharded, plain))
+    for _ in range(2):
+        for model, own in ((sharded, mine), (plain, theirs)):
+            train(model, own)
+        time.sleep(0.3 * rank)
+        saved = file_of(mine.state_dict())
+        same(saved, theirs.state_dict())
+        mine.load_state_dict(saved)
+    for model, own in ((sharded, mine), (plain, theirs)):
+        train(model, own)
+    for ours, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        same(ours.full_tensor(), other.detach())

@@ -125,9 +125,6 @@ def test_what_no_shards_have_is_refused_and_nothing_changes(rank, world_size):
     shard = sharded(values(), rank, world_size)["matrix"]
     edits = [
         lambda a: a[:, 0].zero_(),
-        lambda a: a.__setitem__((slice(None), 0), 1.0),
-        lambda a: a.__setitem__([0, 2], 1.0),
-        lambda a: a.index_fill_(0, torch.tensor([0]), 1.0),
         lambda a: nn.functional.embedding(torch.tensor([0, 1]), a, max_norm=0.1),
         lambda a: a[1::2].mul_(2),
     ]
@@ -288,6 +285,46 @@ def test_gradients_that_are_not_reduced_have_no_views(rank, world_size):
     same(torch.cat([grad, grad]), torch.cat([grad.full_tensor()] * 2))
     step(model)
     assert type(model.left.weight.grad[0]) is ShardTensor
+
+
+ROWS = torch.tensor([True, False, True, True])
+INDEXED = {
+    "rows by a mask": lambda g: g.data.__setitem__((ROWS, slice(None)), g.data[ROWS, :].fill_(0)),
+    "a column": lambda g: g.__setitem__((slice(None), 1), 4.0),
+    "rows by numbers": lambda g: g.__setitem__([0, 2], 7.0),
+    "elements": lambda g: g.__setitem__(
+        (torch.tensor([0, 3]), torch.tensor([1, 2])), torch.tensor([5.0, 6.0]).to(g.dtype)
+    ),
+    "of a view": lambda g: g.view(-1).__setitem__(torch.tensor([2, 9]), 0.0),
+    "index_fill_": lambda g: g.index_fill_(1, torch.tensor([1]), 3.0),
+    "scatter_add_": lambda g: g.scatter_add_(0, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4).to(g.dtype)),
+    "masked_scatter_": lambda g: g.masked_scatter_(g > 0, torch.arange(16).to(g.dtype)),
+}
+
+
+@pytest.mark.parametrize("edit", INDEXED)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_optim", "no_shard")])
+@ranks(2, exhaustive=(3,))
+def test_elements_of_a_gradient_that_indices_choose_are_edited(rank, world_size, strategy, edit):
+    model = Net()
+    plain = copy.deepcopy(model)
+    torch_shard.shard(model, strategy=strategy, **small)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for _ in range(2):
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            step(m)
+            INDEXED[edit](m.left.weight.grad)
+            INDEXED[edit](m.right.weight.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, other in zip(model.parameters(), plain.parameters(), strict=True):
+        same(ours.full_tensor(), other)
+    INDEXED[edit](optimizers[0].state[model.left.weight]["momentum_buffer"])
+    INDEXED[edit](optimizers[1].state[plain.left.weight]["momentum_buffer"])
+    same(
+        optimizers[0].state[model.left.weight]["momentum_buffer"].full_tensor(),
+        optimizers[1].state[plain.left.weight]["momentum_buffer"],
+    )
 
 
 class Rows(torch.optim.Optimizer):

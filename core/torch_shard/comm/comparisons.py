@@ -231,6 +231,13 @@ class Comparisons:
         except MissingRankError as error:
             self._error = error
 
+    def owe(self) -> None:
+        """Note that this rank reads alone without a comparison: :meth:`settle` here and elsewhere waits for all such readers."""
+        service = self.service
+        if service is not None:
+            with service.lock:
+                self._owed, service.reads = max(self._owed, service.issued), True
+
     def settle(self, seconds: float) -> None:
         """Wait for at most `seconds` for late ranks that may still come to a read which this rank has made alone.
 

@@ -52,4 +52,7 @@ class OptimizerStates:
         if runtime.collectives.world == 1:
             return read_state(flat, part, own._local, None)
         with runtime.lone.alone(f"the {part.key} of {flat.params[part.param]._spec.name}") as reading:
-            return None if reading is None else read_state(flat, part, own._local, reading)
+            if reading is None:
+                return None
+            runtime.collectives.watchdog.channels["control"].groups.comparisons.owe()
+            return read_state(flat, part, own._local, reading)

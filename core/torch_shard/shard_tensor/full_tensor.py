@@ -19,6 +19,7 @@ from ..layout.flat_layout import FlatLayout, ParamMeta, aligned
 from ..layout.tensor_part import dense_stride
 from ..utils.pytree import storage_of, tensors_in
 from .function_call import FunctionCall
+from .function_sets import INDEXED_EDITS
 from .spec import ShardSpec, boxes_in, gather_error, refuse_unreduced
 from .tensor import ShardTensor
 from .views import stands_alone
@@ -176,3 +177,20 @@ def on_copies(call: FunctionCall, sharded: Sequence[ShardTensor], copies: Sequen
         why = "gives a view with gaps in memory, or edits in place, and an edit of a copy would be lost; read .full_tensor()"
         raise gather_error(sharded, call.name, why)
     return result
+
+
+def edit_in_full(call: FunctionCall) -> bool:
+    """Run an edit of some elements of a gradient or of optimizer state on its full values, and return True. Collective.
+
+    Each rank keeps its shard of the result. Returns False, on all ranks, for other calls.
+    """
+    target, sharded = call.target, call.sharded
+    if call.name not in INDEXED_EDITS or not isinstance(target, ShardTensor) or not all(map(stands_alone, sharded)):
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors):
+        return False  # it would be recorded
+    copies = full_tensors(sharded, f"{call.name} of the sharded {target._spec.name}")
+    with torch.no_grad():
+        call.run(sharded, copies)
+        target.copy_(copies[[t is target for t in sharded].index(True)])
+    return True

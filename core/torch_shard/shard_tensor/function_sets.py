@@ -87,6 +87,10 @@ DENIED = _names(
 )
 EXPORTS = frozenset({"numpy", "__array__", "tolist"})
 """The denied functions that are given a full copy, since an edit of their result is impossible or is refused."""
+INDEXED_EDITS = _names(
+    "__setitem__ index_put_ index_fill_ index_copy_ index_add_ masked_scatter_ scatter_ scatter_add_"
+)
+"""Edits of the elements that indices or masks choose."""
 _RESHAPED_IN_PLACE = _names("t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_")
 
 

@@ -34,7 +34,7 @@ from .autograd import (
 )
 from .c10d_functions import COLLECTIVES
 from .dispatch import RANDOM
-from .full_tensor import on_copies, to_gather
+from .full_tensor import edit_in_full, on_copies, to_gather
 from .function_call import FunctionCall, name_of
 from .function_sets import (
     ALWAYS_LOCAL,
@@ -163,6 +163,8 @@ def _run(call: FunctionCall) -> Any:
                 derivation.note(call, result if isinstance(result, (list, tuple)) else [result], _combined(call))
             return result
     except NeedsGatherError:
+        if edit_in_full(call):
+            return call.target
         sharded = to_gather(call)
         if not sharded:
             raise
