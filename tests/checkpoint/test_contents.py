@@ -306,7 +306,7 @@ def test_wrong_arguments(rank, tmp_path):
             save(engine, tmp_path / "c", **arguments)
     with pytest.raises(ConfigError, match="dtype"):
         load(engine, tmp_path / "c", dtype="bfloat16")
-    with pytest.raises(StateDictError, match=r"parameter 0 of the optimizer's group 0, of shape \(2,\)"):
+    with pytest.raises(StateDictError, match="holds no parameter of this model"):
         save(engine, tmp_path / "c", torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     with pytest.raises(DivergenceError):
         save(engine, tmp_path / f"c{rank}", optimizer)

@@ -90,7 +90,7 @@ def test_a_0_dim_parameters_counters_stay_whole(rank, way, make, tmp_path):
     same(engine.state_dict(rank0_only=False)["scale"], plain.scale.detach())
 
 
-@pytest.mark.parametrize("way", ["directory", "file", "state dict"])
+@pytest.mark.parametrize("way", ["directory", *exhaustive("file", "state dict")])
 @ranks(2, exhaustive=(3,))
 def test_state_of_parameters_that_no_model_has_is_saved(rank, way, tmp_path):
     heads = []

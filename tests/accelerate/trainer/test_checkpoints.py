@@ -281,6 +281,7 @@ def with_own_head(kind: type[Trainer]) -> type[Trainer]:
     return WithHead
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_the_optimizer_of_a_loss_with_parameters_is_saved_and_resumed(rank, tmp_path):
     found = {}
