@@ -61,6 +61,7 @@ def test_it_prints_candidates_and_what_to_paste(llama: str, capsys: pytest.Captu
         assert text in printed
 
 
+@pytest.mark.exhaustive
 def test_nothing_fits(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "plan.html"

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 import torch_shard
-from tests.support.marks import exhaustive
 from tests.support.ranks import ranks as on_ranks
 from tests.support.run_python import variables
 from torch_shard.comm import process_groups
@@ -203,7 +202,8 @@ def test_the_threads_of_a_service_can_be_stopped_as_test_suites_do() -> None:
     assert codes == [0, MISSED], outputs  # which is what rank 1 gets where it reads alone once more
 
 
-@pytest.mark.parametrize("victim", [1, *exhaustive(0, 2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_rank_that_dies_while_others_say_goodbye_holds_up_nobody(victim: int) -> None:
     codes, outputs = ranks(f"rank {victim} dies", 3)
     expected = [0, 0, MISSED]
@@ -233,6 +233,7 @@ print(killed)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_collective_that_ends_with_the_script_does_not_abort_it(tmp_path: Path) -> None:
     line = [sys.executable, "-c", END_IN_A_COLLECTIVE, str(tmp_path)]
     done = subprocess.run(line, env=variables(), capture_output=True, text=True, timeout=120)

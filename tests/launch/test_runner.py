@@ -113,6 +113,7 @@ def test_a_script_for_ddp_gives_the_same_numbers_and_the_same_file(tmp_path):
     ]  # not the first step, which sets up
 
 
+@pytest.mark.exhaustive
 def test_a_script_with_zero_redundancy_optimizer_gives_the_same_numbers_and_the_same_file(tmp_path):
     plain = launched(tmp_path, ZERO, arguments=("ddp.pt",))
     ours = launched(tmp_path, ZERO, "-m", "torch_shard", arguments=("shard.pt",))

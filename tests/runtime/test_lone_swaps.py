@@ -235,7 +235,7 @@ def test_full_tensors_that_differ_in_their_shapes_only(rank):
     same(values(sharded), values(plain))
 
 
-@pytest.mark.parametrize("case", ["an operation", "a source that has changed", "a step of the others"])
+@pytest.mark.parametrize("case", ["an operation", *exhaustive("a source that has changed", "a step of the others")])
 @ranks(2)
 def test_a_lone_read_is_an_error_where_the_values_are_not_known(rank, case):
     sharded, _, plain = made(timeout=3.0)

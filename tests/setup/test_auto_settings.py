@@ -132,6 +132,7 @@ def expected_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.exhaustive
 def test_layers_recompute_if_nothing_fits_without(tmp_path: Path) -> None:
     text = PLAIN.replace('dist.init_process_group("gloo")', "")
     ((strategy, recomputes, losses),) = printed(tmp_path, text, "-u", "60MiB")
