@@ -441,6 +441,7 @@ class GradientBuffer:
             if not current or param._spec.part is not None:
                 return None
             streams = self.collectives.streams
+            # Hazard: gradients that arrived on other streams may still be on their way into the buffer.
             streams.join(streams.current(), self._streams)
             return torch.div(self._views[index], self._factor).to(shown._local.device, self.dtypes.grad)
 
