@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -42,20 +43,36 @@ def test_a_gradient_penalty_trains_like_plain(rank, world_size, strategy):
 
 
 @ranks(2)
-def test_a_penalty_on_the_gradients_of_parameters_trains_like_plain_on_the_whole_batch(rank, world_size):
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "hybrid_shard")])
+def test_a_penalty_on_the_gradients_of_parameters_trains_like_plain(rank, world_size, strategy):
+    """On each rank it is a penalty on the gradients of the rank's own loss."""
+
     def run(model, x):
         loss = loss_of(model(x))
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         (loss + 0.01 * sum(g.pow(2).sum() for g in grads)).backward()
 
-    pair = Pair(MLP, rank, world_size)
-    for step in range(3):
-        # autograd.grad gives gradients averaged over the ranks, so the plain model sees all batches at once.
-        run(pair.model, batch(rank, step))
-        run(pair.plain, torch.cat([batch(r, step) for r in range(world_size)]))
-        same_grads(pair.model, pair.plain)
-        pair.update()
-    pair.check()
+    train_both(MLP, rank, world_size, run=run, strategy=strategy)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "no_shard")])
+def test_a_loss_weighted_by_gradients_of_one_layer_trains_like_plain(rank, world_size, strategy):
+    """The adaptive weight of a VQGAN's discriminator loss: a quotient of two norms, another one on each rank."""
+
+    def run(model, x):
+        out = model(x)
+        reconstruction, adversarial = loss_of(out), out.mean()
+        of_one, of_other = (
+            torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0] for loss in (reconstruction, adversarial)
+        )
+        weight = (torch.norm(of_one) / (torch.norm(of_other) + 1e-4)).clamp(0, 1e4).detach()
+        weights.append(float(weight))
+        (reconstruction + weight * adversarial).backward()
+
+    weights: list[float] = []
+    train_both(MLP, rank, world_size, run=run, strategy=strategy)
+    assert weights[::2] == pytest.approx(weights[1::2], rel=1e-9)
 
 
 @ranks(2, exhaustive=(3, 4))
@@ -293,13 +310,39 @@ GRADS = {
 
 @pytest.mark.parametrize("how", GRADS)
 @ranks(2, exhaustive=(3,))
-def test_autograd_grad_for_parameters_gives_the_plain_gradients(rank, world_size, how):
+def test_autograd_grad_for_parameters_gives_each_rank_the_plain_gradients_of_its_own_loss(rank, world_size, how):
+    pair = Pair(MLP, rank, world_size)
+    ours, theirs = (
+        GRADS[how](loss_of(model(batch(rank, 0))), list(model.parameters())) for model in (pair.model, pair.plain)
+    )
+    for grad, expected in zip(ours, theirs, strict=True):
+        assert type(grad) is torch.Tensor
+        same(grad, expected)
+
+
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "hybrid_shard")])
+def test_gradients_of_autograd_grad_that_are_assigned_are_averaged_as_by_backward(rank, world_size, strategy):
     def run(model, x):
-        loss = loss_of(model(x))
-        for p, g in zip(model.parameters(), GRADS[how](loss, list(model.parameters())), strict=True):
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(model(x)), list(model.parameters())), strict=True):
             p.grad = g
 
-    train_both(MLP, rank, world_size, run=run)
+    train_both(MLP, rank, world_size, run=run, strategy=strategy)
+
+
+@ranks(2)
+def test_gradients_of_autograd_grad_that_the_program_averages_are_assigned_as_they_are(rank, world_size):
+    def run(model, x):
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(model(x)), list(model.parameters())), strict=True):
+            if model is pair.model:
+                dist.all_reduce(g)
+                g /= world_size
+            p.grad = g
+
+    pair = Pair(MLP, rank, world_size)
+    for step in range(3):
+        pair.step(run, batch(rank, step))
+    pair.check()
 
 
 @pytest.mark.exhaustive(usual=True)

@@ -124,7 +124,7 @@ def backward_inputs(job: Job) -> None:
 
 @case(
     "`torch.autograd.grad(loss, parameters)`",
-    test="test_autograd_grad_for_parameters_gives_the_plain_gradients",
+    test="test_gradients_of_autograd_grad_that_are_assigned_are_averaged_as_by_backward",
     note="DDP's documentation says that it does not work.",
 )
 def autograd_grad(job: Job) -> None:

@@ -10,6 +10,7 @@ import torch
 from ..errors import NeedsGatherError
 from ..layout.dtensor_placement import is_dtensor
 from .aliases import assign_to_alias, is_alias, leave_values, put_back
+from .autograd import is_of_this_rank, mean_over_ranks
 from .changes import changing, has_values_of, same_bits
 from .dispatch import alias
 from .spec import refuse_unreduced, same_cut, shard_of_full
@@ -43,6 +44,9 @@ def gradient_holder(unit: Any, param: Any) -> Any:
 def as_gradient(value: Any, param: ShardTensor) -> Any:
     """Return the gradient that ``param.grad = value`` assigns: a copy of this rank's shard if `value` is a full plain tensor.
 
+    A result of ``torch.autograd.grad``, which each rank has for its own loss, is averaged over the ranks, as backward would do,
+    and only for such a value the call is collective. (DDP keeps each rank's own, so that the ranks' parameters come apart.)
+
     Call it with ``__torch_function__`` disabled.
 
     Raises:
@@ -59,6 +63,8 @@ def as_gradient(value: Any, param: ShardTensor) -> Any:
         )
     if isinstance(value, ShardTensor):
         return value
+    if is_of_this_rank(value) and param._unit is not None:
+        value = mean_over_ranks(value, spec, param._unit.collectives.data_parallel)  # of all replicas
     return ShardTensor._wrap(shard_of_full(value.detach(), spec).to(param.device, copy=True), spec)
 
 

@@ -119,9 +119,7 @@ class _MeanShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, spec: ShardSpec, data_parallel: Any) -> Any:
-        total = full.detach().clone(memory_format=torch.contiguous_format)
-        data_parallel.all_reduce(total, "sum", f"the gradient of {spec.name}")
-        return ShardTensor.from_full(total.div_(data_parallel.size), spec)
+        return ShardTensor.from_full(mean_over_ranks(full, spec, data_parallel), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
@@ -135,10 +133,11 @@ _GRAD = inspect.signature(torch.autograd.grad)
 
 
 def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
-    """Carry out ``torch.autograd.grad``. Collective.
+    """Carry out ``torch.autograd.grad``; with respect to sharded parameters the results are this rank's full gradients.
 
-    With respect to sharded parameters the results are the reduced gradients, as ShardTensors. Inside a forward of the model
-    the results are this rank's own, full gradients.
+    That is what DDP gives: each rank has the gradients of its own loss, as plain tensors in the dtype of the parameter. Averaging
+    them is the caller's task. An assignment of one to ``.grad`` does that, though, as backward would (`as_gradient`). Collective
+    only where ShardTensors themselves were computed with.
     """
     given = _GRAD.bind(*args, **kwargs)
     given.apply_defaults()
@@ -172,29 +171,36 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
     own, of_unsharded = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(options["create_graph"]):
         for (i, unit), grad in zip(units.items(), of_unsharded, strict=True):
-            # In an inner step of the model itself (MAML) each rank has its own, as under DDP.
-            if unit.runtime.in_forward:
-                own[i] = grad if own[i] is None else GatherFull.apply(own[i]) + (0 if grad is None else grad)
-            else:
-                own[i] = _reduced(unit, inputs[i], own[i], grad)
+            if own[i] is not None:
+                grad = GatherFull.apply(own[i]) + (0 if grad is None else grad)
+            if grad is not None and not unit.runtime.in_forward:
+                grad = grad.to(inputs[i].dtype)  # the dtype of storage, as in plain torch
+                grad._of_this_rank = True
+            own[i] = grad
     if not allow_unused and any(grad is None for grad in own):
         raise RuntimeError(
             "One of the differentiated Tensors appears to not have been used in the graph. "
             "Set allow_unused=True if this is the desired behavior."
         )
     if materialize:
-        with torch._C.DisableTorchFunctionSubclass():
-            own = [torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, own, strict=True)]
+        own = [_zeros_like(t) if grad is None else grad for t, grad in zip(inputs, own, strict=True)]
     return tuple(own)
 
 
-def _reduced(unit: Any, param: Any, from_shards: Any, from_unsharded: Any) -> Any:
-    spec, data_parallel = param._spec, unit.collectives.data_parallel  # all replicas, since their gradients differ, too
-    used = torch.tensor(float(from_unsharded is not None), device=param._local.device)
-    if not data_parallel.all_reduce(used, "max", f"torch.autograd.grad for {spec.name}"):
-        return from_shards
-    stored = param._local.dtype  # as in plain torch, the result has the dtype of the parameter
-    if from_unsharded is None:  # only other ranks have used the parameter
-        from_unsharded = torch.zeros(spec.shape, dtype=stored, device=param.device)
-    grad: Any = _MeanShard.apply(from_unsharded.to(stored), spec, data_parallel)
-    return grad if from_shards is None else grad + from_shards
+def _zeros_like(t: Any) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(t, ShardTensor):
+            return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+        return torch.zeros_like(t)
+
+
+def is_of_this_rank(tensor: torch.Tensor) -> bool:
+    """Return True for a result of ``torch.autograd.grad``: each rank has the gradient of its own loss."""
+    return getattr(tensor, "_of_this_rank", False)
+
+
+def mean_over_ranks(full: torch.Tensor, spec: ShardSpec, data_parallel: Any) -> torch.Tensor:
+    """Return the mean of `full`, a gradient that each rank has for the parameter of `spec`. Collective over `data_parallel`."""
+    total = full.detach().clone(memory_format=torch.contiguous_format)
+    data_parallel.all_reduce(total, "sum", f"the gradient of {spec.name}")
+    return total.div_(data_parallel.size)
