@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import errors, optim, optim_state
 from .comm.traffic_statistics import Statistics
 from .config.precision import Precision, norms_in
@@ -12,9 +14,11 @@ from .engine import Engine, engine_of, shard
 from .errors import ShardError
 from .offload import Offload
 from .plan.plan import Plan
-from .plan.planner import make_plan
 from .shard_tensor.tensor import ShardTensor
 from .versions import __version__
+
+if TYPE_CHECKING:
+    from .plan.planner import make_plan
 
 __all__ = [
     "Engine",
@@ -36,3 +40,11 @@ __all__ = [
     "optim_state",
     "shard",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "make_plan":  # training needs it in ``shard()`` only
+        from .plan.planner import make_plan
+
+        return make_plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

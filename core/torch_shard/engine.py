@@ -25,8 +25,6 @@ from .plan.plan import Plan
 from .runtime import backward_inputs, comm_hook_registration, registry, statistics
 from .runtime.forward_hooks import unregister
 from .runtime.runtime import Runtime
-from .setup import build
-from .setup.auto_settings import Chosen, choose_settings
 from .state import model_state, optimizer_state
 from .unit.unit import Unit
 from .unshard import gathered as _gathered
@@ -767,6 +765,10 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         config = dataclasses.replace(config, **overrides)
     if instead_of_sharding is not None:
         return instead_of_sharding(model, config)
+    # Imported here because many processes import this package and shard nothing: workers of data loaders, for example.
+    from .setup import build
+    from .setup.auto_settings import Chosen, choose_settings
+
     chosen = Chosen(config)
     if config.strategy == "auto":
         chosen = choose_settings(model, config, mesh, has_checkpointed_layers(model))

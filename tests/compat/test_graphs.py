@@ -22,7 +22,6 @@ from tests.compat.harness import (
     loss_of,
     plain_backward,
     same,
-    same_grads,
     train_both,
 )
 from tests.support.marks import exhaustive, quick, seldom
@@ -324,7 +323,9 @@ def test_autograd_grad_for_parameters_gives_each_rank_the_plain_gradients_of_its
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("no_shard", "hybrid_shard")])
 def test_gradients_of_autograd_grad_that_are_assigned_are_averaged_as_by_backward(rank, world_size, strategy):
     def run(model, x):
-        for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(model(x)), list(model.parameters())), strict=True):
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss_of(model(x)), list(model.parameters())), strict=True
+        ):
             p.grad = g
 
     train_both(MLP, rank, world_size, run=run, strategy=strategy)
@@ -333,7 +334,9 @@ def test_gradients_of_autograd_grad_that_are_assigned_are_averaged_as_by_backwar
 @ranks(2)
 def test_gradients_of_autograd_grad_that_the_program_averages_are_assigned_as_they_are(rank, world_size):
     def run(model, x):
-        for p, g in zip(model.parameters(), torch.autograd.grad(loss_of(model(x)), list(model.parameters())), strict=True):
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss_of(model(x)), list(model.parameters())), strict=True
+        ):
             if model is pair.model:
                 dist.all_reduce(g)
                 g /= world_size
