@@ -101,6 +101,8 @@ SPECIAL = {
     "failing backwards in bf16": Scenario(step=steps.failing, config={"precision": BF16}),
     "branches": Scenario(step=steps.branches, steps=7),
     "gradient penalty": Scenario(step=steps.penalty),
+    "assigned gradients": Scenario(step=steps.assigned),
+    "assigned gradients, offload": Scenario(step=steps.assigned, config={"offload": "cpu"}),
     "lone reader": Scenario(step=steps.lone_reader),
     "lone reader of quantized shards": Scenario(step=steps.lone_reader, config={"quantized": INT8}),
     "clipped by value": Scenario(step=steps.clipped_by_value),
