@@ -7,7 +7,7 @@ registered anywhere. The hook here only sets a flag, and the next forward then l
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -17,6 +17,9 @@ from ..shard_tensor.tensor import ShardTensor
 from ..unit.unit import unit_of
 from ..utils.autograd_private import inside_functional_call
 from ..utils.patterns import without_wrappers
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 class Registrations:
@@ -40,7 +43,7 @@ class Registrations:
             # torch keeps these hooks for all modules of the process; they must not outlive this object.
             weakref.finalize(self, register(registered).remove)
 
-    def check(self, runtime: Any) -> None:
+    def check(self, runtime: Runtime) -> None:
         """Raise if the model holds a parameter that `runtime` does not know. Not collective.
 
         Args:
