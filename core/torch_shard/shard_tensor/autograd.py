@@ -170,11 +170,11 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
         grads = list(func(**options, allow_unused=True))
     own, of_unsharded = grads[: len(inputs)], grads[len(inputs) :]
     with torch.set_grad_enabled(options["create_graph"]):
-        for (i, unit), grad in zip(units.items(), of_unsharded, strict=True):
+        for i, grad in zip(units, of_unsharded, strict=True):
             if own[i] is not None:
                 grad = GatherFull.apply(own[i]) + (0 if grad is None else grad)
-            if grad is not None and not unit.runtime.in_forward:
-                grad = grad.to(inputs[i].dtype)  # the dtype of storage, as in plain torch
+            if grad is not None:
+                grad = grad.to(inputs[i].dtype)  # outside a forward the dtype of storage, as in plain torch
                 grad._of_this_rank = True
             own[i] = grad
     if not allow_unused and any(grad is None for grad in own):
