@@ -25,6 +25,8 @@ OUTSIDE_STAMP := $(OUTSIDE_VENV)/.installed-$(CHOICE)
 WHEEL_VENV := .venv-wheel
 WHEEL_DIR := build/wheel
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# Tests start hundreds of processes. Where the environment forbids bytecode files, each of them would compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup test test-all test-wheel outside mutants lint format demo bench compare docs clean
 .DELETE_ON_ERROR:

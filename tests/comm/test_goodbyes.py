@@ -192,11 +192,13 @@ def test_a_rank_that_ends_by_an_exception_serves_nobody() -> None:
     assert codes == [MISSED, 1], outputs
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_others_wait_for_in_vain_ends_at_once() -> None:
     codes, outputs = ranks("trains on", 2)
     assert codes == [MISSED, 0], outputs  # long before rank 0 gives up by itself
 
 
+@pytest.mark.exhaustive
 def test_the_threads_of_a_service_can_be_stopped_as_test_suites_do() -> None:
     codes, outputs = ranks("stops threads", 2)
     assert codes == [0, MISSED], outputs  # which is what rank 1 gets where it reads alone once more

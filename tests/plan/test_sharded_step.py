@@ -18,7 +18,7 @@ import torch_shard
 from tests.plan.test_trace_step import Gpt
 from tests.support.followed import followed
 from tests.support.inside import runtime_of
-from tests.support.marks import exhaustive
+from tests.support.marks import exhaustive, quick
 from tests.support.ranks import ranks
 from torch_shard import Offload, Precision, Quantized, ShardConfig
 from torch_shard.activation_checkpointing import checkpointed_layers
@@ -140,7 +140,7 @@ def of_replay(step: StepTrace) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("prefetch", [1, *exhaustive(0, 2)])
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+@pytest.mark.parametrize("strategy", quick(STRATEGIES[:3], ["full_shard"]))
 @pytest.mark.parametrize("model", MODELS)
 @ranks(2)
 def test_units_are_gathered_freed_and_reduced_in_the_order_of_the_engine(
@@ -156,7 +156,7 @@ def test_units_are_gathered_freed_and_reduced_in_the_order_of_the_engine(
     assert {kind for kind, _ in found} == {"gather", "free", "reduce"}
 
 
-@pytest.mark.parametrize("zero_grad", ["first", "before backward", "last"])
+@pytest.mark.parametrize("zero_grad", ["first", *exhaustive("before backward", "last")])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(2, exhaustive=(1, 3, 4))
 def test_the_peak_is_that_of_the_allocator(rank: int, strategy: Any, zero_grad: str) -> None:

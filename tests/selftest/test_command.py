@@ -74,6 +74,7 @@ def check_it_names_nobody(report: Path) -> None:
             assert getpass.getuser() not in text
 
 
+@pytest.mark.exhaustive  # half a minute; the parts of the command have tests of their own
 @pytest.mark.wheel
 def test_what_is_good_passes_and_two_files_say_so(tmp_path):
     report = tmp_path / "report.html"
