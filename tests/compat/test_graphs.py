@@ -332,6 +332,19 @@ def test_gradients_of_autograd_grad_that_are_assigned_are_averaged_as_by_backwar
 
 
 @ranks(2)
+def test_assigned_zeros_of_a_rank_that_has_not_used_a_parameter_count_in_the_mean(rank, world_size):
+    def run(model, x):
+        parameters = [model.inp.weight, model.head.weight]
+        hidden = model.inp(x)
+        out = model.head(hidden)
+        loss = loss_of(out if rank == 0 else hidden)
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters, materialize_grads=True), strict=True):
+            p.grad = g
+
+    train_both(MLP, rank, world_size, run=run, strategy="no_shard")
+
+
+@ranks(2)
 def test_gradients_of_autograd_grad_that_the_program_averages_are_assigned_as_they_are(rank, world_size):
     def run(model, x):
         for p, g in zip(

@@ -175,7 +175,6 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
                 grad = GatherFull.apply(own[i]) + (0 if grad is None else grad)
             if grad is not None:
                 grad = grad.to(inputs[i].dtype)  # outside a forward the dtype of storage, as in plain torch
-                grad._of_this_rank = True
             own[i] = grad
     if not allow_unused and any(grad is None for grad in own):
         raise RuntimeError(
@@ -184,6 +183,9 @@ def autograd_grad(func: Any, args: Any, kwargs: Any) -> Any:
         )
     if materialize:
         own = [_zeros_like(t) if grad is None else grad for t, grad in zip(inputs, own, strict=True)]
+    for i in units:
+        if own[i] is not None:  # also zeros, which other ranks may average with their gradients
+            own[i]._of_this_rank = True
     return tuple(own)
 
 
