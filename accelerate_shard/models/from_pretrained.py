@@ -7,7 +7,6 @@ parameters (``torch_shard.frontend.defer``).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -151,7 +150,7 @@ def _meta_parameter(recorded: Recorded, filled: Callable[[], None]) -> nn.Parame
     with torch._C.DisableTorchFunctionSubclass():
         meta = torch.empty(recorded.shape, dtype=recorded.dtype, device="meta")  # contiguous, as read from a file
         param = nn.Parameter(meta, requires_grad=recorded.requires_grad)
-    defer(param, dataclasses.replace(deferred_from(recorded), filled=filled))
+    defer(param, deferred_from(recorded)._replace(filled=filled))
     return _private.as_loaded(param)
 
 

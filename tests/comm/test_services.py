@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,9 +44,9 @@ def test_who_does_not_know_the_secret_gets_no_answer(service: Service, secret: s
 
 
 def test_a_partner_on_another_host_connects_to_the_address_in_the_network(service: Service) -> None:
-    elsewhere = replace(service.address, host="another host")
+    elsewhere = service.address._replace(host="another host")
     assert presence(elsewhere, elsewhere.secret)["issued"] == 0
-    nowhere = replace(elsewhere, network="127.0.0.1", port=1)
+    nowhere = elsewhere._replace(network="127.0.0.1", port=1)
     with pytest.raises(ConnectionRefusedError):
         presence(nowhere, nowhere.secret)
 

@@ -13,9 +13,9 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,7 @@ def group_timeout(device: torch.device, group: Any = None) -> float:
     return float(timeout.total_seconds())
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The error after which a rank issues no further collective in some process groups."""
 
     rank: int
@@ -285,7 +284,7 @@ def _connect_services(groups: ProcessGroups, timeout: float, limit: float) -> No
     """
     rank = groups.ranks.index(dist.get_rank())
     service = Service(rank)
-    _, texts = exchange_texts(groups.ranks, f"{groups.key}/services", json.dumps(asdict(service.address)), timeout)
+    _, texts = exchange_texts(groups.ranks, f"{groups.key}/services", json.dumps(service.address._asdict()), timeout)
     addresses = [wire.Address(**json.loads(texts[other])) for other in groups.ranks]
     partners = Partners(rank, addresses, timeout)
     groups.comparisons.service, groups.comparisons.partners = service, partners

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,8 +12,7 @@ if TYPE_CHECKING:
     from .quantization import Quantized
 
 
-@dataclass(frozen=True)
-class Dtypes:
+class Dtypes(NamedTuple):
     """The dtypes of one parameter.
 
     Attributes:

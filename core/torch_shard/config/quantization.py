@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -82,7 +82,7 @@ class Quantized:
             return dtypes
         if len(shape) < 2 or math.prod(shape) < max(1, self.min_size):
             return dtypes
-        return replace(dtypes, quantized=self)
+        return dtypes._replace(quantized=self)
 
     def check_device(self, device: torch.device) -> None:
         """Raise an UnavailableError if the device lacks float8 and it is asked for. Not collective."""

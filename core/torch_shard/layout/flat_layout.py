@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +28,7 @@ ALIGNMENT = 16
 """Bytes to which parameter starts and shard sizes are aligned (vectorised kernels need 16)."""
 
 
-@dataclass(frozen=True)
-class ParamMeta:
+class ParamMeta(NamedTuple):
     """The properties of a parameter that a layout follows from.
 
     Attributes:
@@ -42,17 +42,20 @@ class ParamMeta:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Slot(ParamMeta):
+class Slot(NamedTuple):
     """One parameter's place in the flat buffer.
 
     Attributes:
+        name, shape, stride: the properties of the parameter, as in :class:`ParamMeta`.
         offset: the first element in the flat buffer, aligned to 16 bytes.
         numel: the number of elements, without padding.
         order: the dimensions from the largest stride to the smallest; memory order is the row-major
             order of the shape permuted by it.
     """
 
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
     numel: int
     order: tuple[int, ...]
@@ -63,8 +66,7 @@ class Slot(ParamMeta):
         return self.offset + self.numel
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A rectangular part of a parameter: ``tensor[o0:o0+s0, o1:o1+s1, ...]``."""
 
     offsets: tuple[int, ...]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .flat_layout import Box, contiguous_stride
 
 
-@dataclass(frozen=True)
-class TensorPart:
+class TensorPart(NamedTuple):
     """A box of a tensor that is as large as the tensor in all dimensions but one.
 
     Attributes:

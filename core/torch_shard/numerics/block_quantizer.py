@@ -13,7 +13,7 @@ zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ _PIECE = {"cpu": 1 << 18}
 _PIECE_ELSEWHERE = 1 << 24
 
 
-@dataclass(frozen=True)
-class BlockQuantizer:
+class BlockQuantizer(NamedTuple):
     """Encodes rows of `numel` values to payloads, and decodes them.
 
     Attributes:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 _PULL = 0.1  # the weight of a difference in load against the work on parameters that need not be moved
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A parameter that needs an owner.
 
     Attributes:

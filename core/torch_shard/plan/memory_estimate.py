@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..config.offload import IN_FLIGHT, PAGED, STAGED
 from ..layout.flat_layout import FlatLayout, ParamMeta
@@ -125,8 +125,7 @@ def predicted_bytes(plan: Plan) -> PredictedBytes:
     )
 
 
-@dataclass(frozen=True)
-class _Shard:
+class _Shard(NamedTuple):
     """One rank's shard of a flat buffer; `numel` includes the padding."""
 
     numel: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,7 +159,7 @@ class Runtime:
         source = self.sources()[0]
         # The script may edit the tensors that it has put into the model, but not those of the copy.
         own = {name: value.clone() for name, value in source.own.items()}
-        other.copied_from = replace(source, own=own)
+        other.copied_from = source._replace(own=own)
         version = f"{source.restarts}.{source.finished}.{self.versions.edits.digest:x}"
         other._take_name(self.engine_order.name_of_copy(f"{source.key} in version {version}", caller_line()))
         if self.buffers is not None:

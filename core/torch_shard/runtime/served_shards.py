@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class ServedShards:
             # Hazard: the copy must come behind the edit. Nothing on the host writes meanwhile: the edit has waited for its step,
             # and the next one is a change, which waits for this reader.
             _follow(self.versions, flat.memory)
-            served = replace(served, memory=flat.memory_before(self.versions.edits.before))
+            served = served._replace(memory=flat.memory_before(self.versions.edits.before))
         return _sent(self.versions, served, part)
 
     def has(self, part: ShardPart, own: ShardTensor) -> bool:

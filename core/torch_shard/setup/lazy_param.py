@@ -8,10 +8,8 @@ no values, and can't become the parameter's ``.data``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +26,7 @@ _SAME_VALUES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Deferred:
+class Deferred(NamedTuple):
     """Values that are read when the parameter is sharded.
 
     Attributes:
@@ -41,7 +38,7 @@ class Deferred:
 
     full: Callable[[], torch.Tensor]
     origin: str
-    casts: tuple[torch.dtype, ...] = field(default=())
+    casts: tuple[torch.dtype, ...] = ()
     filled: Callable[[], None] | None = None
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
@@ -51,8 +48,7 @@ class Deferred:
         return values
 
 
-@dataclass(frozen=True)
-class _Note:
+class _Note(NamedTuple):
     """The values that a parameter waits for, and its shape and version when it began to wait."""
 
     values: Deferred
@@ -147,7 +143,7 @@ def _waiting_too(source: Waiting, result: Any) -> Any:
     if values is not None and not is_altered(source):
         # A conversion back to a wider dtype does not undo a rounding.
         casts = values.casts if result.dtype == source.dtype else (*values.casts, result.dtype)
-        _note(waiting, dataclasses.replace(values, casts=casts))
+        _note(waiting, values._replace(casts=casts))
     return waiting
 
 

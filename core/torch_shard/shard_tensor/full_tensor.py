@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,8 +82,7 @@ def _gather(tensors: Sequence[ShardTensor], fulls: Sequence[torch.Tensor], what:
             cut[rank].fill(full, place, t._spec)
 
 
-@dataclass(frozen=True)
-class _Cut:
+class _Cut(NamedTuple):
     """The elements that one rank has of a tensor: ``[start, stop)`` in memory order.
 
     Where tensor parallelism cuts the tensor, the elements are counted within the rank's part, which is the range of `size`

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +109,7 @@ def make_full(
         del found[key]
 
 
-@dataclass(frozen=True)
-class StateEntry:
+class StateEntry(NamedTuple):
     """A tensor of a state dict.
 
     Attributes:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -166,8 +165,7 @@ OTHER = "other_state"
 """The entry of our dicts that lists the keys in "state" that are no parameter's."""
 
 
-@dataclass(frozen=True)
-class StateBatch:
+class StateBatch(NamedTuple):
     """The entries of one key for all parameters of a flat buffer, gathered in one collective.
 
     Attributes:
@@ -183,8 +181,7 @@ class StateBatch:
     numbers: list[int]
 
 
-@dataclass(frozen=True)
-class ShardedEntries:
+class ShardedEntries(NamedTuple):
     """An optimizer's sharded state, in the order in which all ranks gather it.
 
     Attributes:

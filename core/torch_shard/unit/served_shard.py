@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from ..numerics.block_quantizer import BlockQuantizer
 from ..offload.pending_writes import PendingWrites
 
 
-@dataclass(frozen=True)
-class ServedShard:
+class ServedShard(NamedTuple):
     """A shard, and the form in which it is sent. It refers to no module and no process group.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,7 @@ from ..utils.pytree import storage_of
 from .scattered_values import scatter_shards, set_grad, unify_replicas
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The arguments of one ``gathered``; `ranks` is sorted, and None means all."""
 
     write: bool

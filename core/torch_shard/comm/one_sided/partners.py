@@ -6,8 +6,7 @@ import contextlib
 import itertools
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ from . import wire
 _BRIEF = 2.0  # seconds that an error message waits for a rank's line
 
 
-@dataclass(frozen=True)
-class ShardPart:
+class ShardPart(NamedTuple):
     """The part of a rank's shard that a reader wants.
 
     Attributes:
@@ -38,8 +36,7 @@ class ShardPart:
     key: str = ""
 
 
-@dataclass(frozen=True)
-class ModelVersion:
+class ModelVersion(NamedTuple):
     """One version of a model, which a reader wants.
 
     Attributes:
@@ -55,7 +52,7 @@ class ModelVersion:
     finished: int
     digest: int
     line: str
-    own: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    own: Mapping[str, torch.Tensor]
 
 
 class Partners:
@@ -216,7 +213,7 @@ class Reading:
         others = [(rank, slot, part) for rank, slot, part in wanted if rank != partners.rank and slot.numel()]
         try:
             for rank, _, part in others:  # all of them prepare at the same time
-                partners.tell(rank, ask="shard", reader=self._reader, part=asdict(part))
+                partners.tell(rank, ask="shard", reader=self._reader, part=part._asdict())
             for rank, slot, _ in others:
                 with partners._link_to(rank) as link:
                     self._fill(link, slot, rank)

@@ -7,8 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ _OPTIMIZERS = 3  # optimizers that a message names
 _LOOK = 0.2  # seconds between two looks at what this rank waits for
 
 
-@dataclass(frozen=True)
-class Admission:
+class Admission(NamedTuple):
     """The answer to a reader that wants to read one version of the shards.
 
     Attributes:

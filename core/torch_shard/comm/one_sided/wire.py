@@ -7,8 +7,7 @@ import json
 import os
 import socket
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +15,7 @@ _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 20  # bytes of a JSON object; a stranger that connects must not make us allocate more
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """The address of a rank's service: the host's name, its address in the network of the ranks, the port, and a secret."""
 
     host: str

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +28,7 @@ from ..group_options import copied_options
 from ..optimizer_proxy import Session, proxy_of
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A prepared step on one flat buffer, with the proxy that the arithmetic is called with."""
 
     flat: FlatBuffer
