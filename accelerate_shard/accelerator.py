@@ -51,8 +51,8 @@ __all__ = ["Accelerator"]
 
 _HANDLE = "torch_shard.engine_of(accelerator.unwrap_model(model))"
 _SAVING = (
-    "Save accelerator.get_state_dict(model) instead, called on all ranks, with accelerator.wait_for_everyone() behind what one "
-    "rank writes; accelerator.save_state(folder) saves optimizers, too."
+    "Save accelerator.get_state_dict(model) instead, called on all ranks, and let all ranks call accelerator.wait_for_everyone() "
+    "after one rank has written the file; accelerator.save_state(folder) saves optimizers, too."
 )
 
 T = TypeVar("T")

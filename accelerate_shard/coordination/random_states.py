@@ -1,7 +1,8 @@
 """The beginning of a shuffled dataloader, where Accelerate sends rank 0's random state to all ranks.
 
-Under DDP rank 0 may sample or evaluate alone while the others begin the next epoch and wait for it there. A sharded model can't
-compute on one rank alone, so that neither would ever go on. The ranks are therefore compared before the state is sent.
+Under DDP rank 0 may sample or evaluate alone while the others begin the next epoch and wait for it there. With a sharded model,
+rank 0 may then need the other ranks, for a forward with gradients for example, and neither side could go on. The ranks are
+therefore compared before the state is sent.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def _hook_dtype(handler: Any) -> torch.dtype | None:
     if unknown or len(kinds) > 1:
         raise ConfigError(
             f"DistributedDataParallelKwargs: the communication hook {' with '.join(sorted(kinds))} is made for DDP's buckets. "
-            "fp16 and bf16 are done here; for another one give engine.register_comm_hook a hook with FSDP's signature, or see "
-            "ShardConfig.quantized."
+            "The fp16 and bf16 hooks are supported; for another one give engine.register_comm_hook a hook with FSDP's signature, "
+            "or see ShardConfig.quantized."
         )
     return dtypes[kinds.pop()] if kinds else None

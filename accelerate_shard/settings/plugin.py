@@ -28,7 +28,8 @@ class ShardPlugin(ShardConfig):
             classes, or of their names, says for which modules; True: for `layer_classes`, else for the modules that `units`
             chooses, else for those that repeat.
         activation_offload: recompute activations, and keep each layer's input in host memory until backward. Classes and names as
-            for `activation_checkpointing`; True: the layers that it chooses, or if it chooses none, those that True means there.
+            for `activation_checkpointing`. True chooses the layers that it chooses or, if that is off, the layers that
+            ``activation_checkpointing=True`` would choose.
         state_dict_type: ``"sharded"``: ``save_state`` writes a folder for each model, to which every rank writes its shards;
             ``"full"``: the files that Accelerate writes under DDP. ``load_state`` loads either form.
         async_save: write ``"sharded"`` checkpoints while training goes on.

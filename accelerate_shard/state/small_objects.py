@@ -129,8 +129,8 @@ class SmallState:
             else f"ranks {saved} to {world - 1} go on with the random states that they have"
         )
         logger.warning(
-            "%s was saved by %d ranks and is loaded by %d. Parameters and optimizers are the same; of the random states "
-            "(dropout, augmentations) %s, and every rank sees other samples than it would have.",
+            "%s was saved by %d ranks and is loaded by %d. Parameters and optimizer state are unaffected. Of the random "
+            "states (dropout, augmentations), %s. Every rank sees different samples than on the same number of ranks.",
             self.folder,
             saved,
             world,

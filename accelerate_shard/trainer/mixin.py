@@ -95,7 +95,7 @@ for _name, _function in STEPS.items():
 def apply_to_trainer() -> None:
     """Make ``transformers.Trainer``, and with it every subclass, do what the mixin does. Not collective; call it on all ranks.
 
-    Trainers made before keep their Accelerator, and so do what they did. Applying it twice is the same as once.
+    Trainers that exist already keep their Accelerator and behave as before. Applying it twice is the same as once.
     """
     from transformers import Trainer
 
@@ -106,8 +106,9 @@ def apply_to_trainer() -> None:
 
 
 def remove_from_trainer() -> None:
-    """Give ``transformers.Trainer`` its own methods back. Trainers in the middle of a training go on without sharded checkpoints,
-    so end them before. Not collective.
+    """Give ``transformers.Trainer`` its own methods back. Not collective.
+
+    A Trainer that is training goes on without sharded checkpoints, so let it finish first.
 
     Raises:
         ConfigError: something else has replaced one of the methods in between, and calls ours. Nothing has changed then.

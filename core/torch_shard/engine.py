@@ -47,7 +47,8 @@ class Engine:
         plan: the :class:`~torch_shard.plan.Plan` in use; ``print(engine.plan.table())``.
         config: the :class:`~torch_shard.ShardConfig` in use.
         recomputes: True if ``strategy="auto"`` has made layers recompute, until :meth:`close`.
-        smaller_settings: the settings that take less memory than those that ``strategy="auto"`` chose; errors list them.
+        smaller_settings: the settings that take less memory than those that ``strategy="auto"`` chose, which
+            out-of-memory errors list.
     """
 
     _pending: PendingSave | None = None  # the last asynchronous save
@@ -249,8 +250,8 @@ class Engine:
 
         Gradients are freed at once, so that a rank holds those of two units at most; in exchange, every backward is a step,
         with the learning rates of that moment. ``optimizer.step()`` may stay where it is: it finds gradients only of
-        parameters that are not the engine's. A unit that backward needs again after its gradients (a weight that was used
-        detached, earlier) is stepped at the end.
+        parameters that are not the engine's. A unit that backward still needs once its gradients are complete (because an
+        earlier operation used its detached weight) is stepped at the end.
 
         The user's step hooks are not called. Hooks on accumulated gradients are called before the step, at different moments
         on different ranks, so they must not communicate (`p.grad.norm()` does). With offload the host thread steps while
@@ -265,10 +266,10 @@ class Engine:
         Raises:
             ConfigError: the optimizer is of another kind, lists a parameter twice, or holds parameters of another sharded
                 model. A backward raises it where such parameters were added later.
-            ShardError: the optimizer is not torch.optim's own, with ``Offload(nvme=...)``. A backward raises it on all ranks
-                where a unit is computed with once more after its step (a weight in two checkpoints with
-                ``use_reentrant=True``; some units have been stepped then), under :meth:`no_sync`, and with
-                ``torch.amp.GradScaler``. Functions that clip gradients raise it, too.
+            ShardError: with ``Offload(nvme=...)``, the optimizer is not one of torch.optim's own. A backward raises it on all
+                ranks if it uses a unit again after that unit's step (a weight in two checkpoints with ``use_reentrant=True``;
+                some units have been stepped then), under :meth:`no_sync`, and with ``torch.amp.GradScaler``. Functions that
+                clip gradients raise it, too.
         """
         self._watch.step_in_backward(optimizer)
 
@@ -288,8 +289,8 @@ class Engine:
         `device` or `grads`) and the units compute in the dtype that they are stored in. Under ``ShardConfig.precision`` the
         values are those of storage, and a forward inside computes in that dtype, to which its inputs are cast.
 
-        A nested call with the same `ranks` and `device` shares the values. A nested call with others gets copies, provided that
-        all ranks have the values.
+        A nested call with the same `ranks` and `device` shares the values. A nested call with different `ranks` or `device` gets
+        copies, provided that all ranks have the values.
 
         Args:
             target: a module, a parameter, or several; everything by default. Units are gathered as a whole.
@@ -303,7 +304,7 @@ class Engine:
             ConfigError: an argument is wrong.
             UnitStateError: inside a forward of one of the units, or nested in a call for some ranks only, with other `ranks`
                 or another `device`.
-            ReplacedParameterError: a module holds another parameter than when it was sharded.
+            ReplacedParameterError: a module holds a parameter that is not the one that was sharded.
             ShardError: with `write`, a parameter got another shape or dtype or was replaced; with `grads`, the
                 gradients are not reduced yet (:meth:`no_sync`).
         """
@@ -460,17 +461,17 @@ class Engine:
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
     ) -> None:
-        """Write the full model as plain torch, or Hugging Face's tools, read it. Collective.
+        """Write the full model in a format that plain torch or Hugging Face's tools can read. Collective.
 
-        Parameters are gathered one unit at a time and written by rank 0. No rank holds more than two units beside its shards;
-        rank 0 holds one output file besides where it writes safetensors. Only rank 0 needs to see `path`. What was there is
+        Parameters are gathered one unit at a time and written by rank 0. No rank holds more than two units in addition to its
+        shards; when it writes safetensors, rank 0 also holds one output file. Only rank 0 needs to see `path`. What was there is
         replaced in one step, when everything is durable.
 
         A torch file holds the model's state dict itself, for ``model.load_state_dict(torch.load(path))`` in plain torch. With an
         optimizer or `extra` it is ``{"model": ..., "optimizer": ..., "extra": ...}``, where optimizer state is by number, as
         ``optimizer.state_dict()`` of an unsharded model has it; several optimizers are a list, or a dict by name.
 
-        Safetensors hold tensors by name, and of tied weights one. A directory has ``model.safetensors``, or
+        Safetensors files hold tensors by name, and only one of several tied weights. A directory has ``model.safetensors``, or
         ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``, as transformers' ``from_pretrained`` reads it;
         its other files are kept.
 
@@ -512,9 +513,9 @@ class Engine:
         torch.distributed.checkpoint has written has no checksums, and is read into new memory first.
 
         Full checkpoints are torch files (a state dict by itself, in ``{"model": ...}`` or ``{"state_dict": ...}``, with optimizer
-        state by number or by name; Lightning's checkpoints, too) or safetensors. They are mapped and compared, and then each
-        rank copies its shards; the full model is never in memory. Damage within the values goes unnoticed there, as in plain
-        torch: the files have no checksums of parts.
+        state by number or by name; Lightning's checkpoints, too) or safetensors. They are mapped, their entries are compared with
+        the model, the ranks verify the CRC-32 of torch files between them, and then each rank copies its shards; the full model
+        is never in memory. Safetensors have no checksums, so that damage to their values goes unnoticed.
 
         Args:
             path: a directory, or a file; every rank must see the same one.
@@ -619,9 +620,9 @@ class Engine:
             profile: a file of ``torch.profiler``'s ``export_chrome_trace``, with one step of this rank, or with several if the
                 profiler was given a schedule; then the last one counts. The page shows its streams, what computing has waited
                 for, and memory if it was recorded.
-            predicted: what :func:`torch_shard.plan.search` has found, whose first candidate has the settings of this engine:
-                predicted memory by kind is drawn under the measured one, for which the profile must have recorded memory, and
-                the budget as a line.
+            predicted: the result of :func:`torch_shard.plan.search`, whose first candidate must have this engine's settings. The
+                page then draws the predicted memory by kind under the measured memory, and the budget as a line. The profile
+                must have recorded memory.
 
         Raises:
             ConfigError: the path can't be written to; the profile can't be read, or has no step of this model; or `predicted` is
@@ -727,19 +728,19 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
     """Shard a model in place over the ranks of a process group. Collective.
 
     Where it fails on one rank, all ranks raise and nothing has changed: parameters are what they were, and the model can be
-    sharded again. If memory was missing half-way, values have come back from the shards: they are rank 0's under
-    `sync_module_states`. Only if a rank is lost or interrupted meanwhile, or memory is missing for that, too, parameters that
-    were sharded by then may stay so; an error in the log names them.
+    sharded again. If memory runs out half-way, the values are restored from the shards, so with `sync_module_states` they are
+    rank 0's. Only if a rank is lost or interrupted meanwhile, or if memory does not suffice for restoring, may some parameters
+    stay sharded; an error in the log names them.
 
     Args:
         model: any module; on the CPU, on this rank's GPU, or on meta. Optimizers built earlier stay valid.
         config: every choice; ``overrides`` are fields of :class:`ShardConfig` changed on top.
         mesh: a ``ProcessGroup`` or 1-D ``DeviceMesh``; the default group by default. Without an initialised process
-            group the model is prepared for one rank alone. A ``torch.device`` stands for the default, too, and says where
-            the model computes: parameters that are on the CPU go there unit by unit, never all at once. Where
-            ``torch.distributed.tensor.parallel`` has made parameters DTensors over another dimension of the mesh
-            (``mesh["tp"]``), the data-parallel one (``mesh["dp"]``): the engine's ranks are those of both, and gradients
-            are averaged over `mesh`.
+            group the model is prepared for one rank alone. A ``torch.device`` means the default group and says where the model
+            computes: parameters that are on the CPU go there unit by unit, never all at once. If
+            ``torch.distributed.tensor.parallel`` has made parameters DTensors over one dimension of a mesh (``mesh["tp"]``),
+            pass the data-parallel dimension (``mesh["dp"]``): the engine's ranks are those of both, and gradients are averaged
+            over `mesh`.
 
     Returns:
         The handle. The model keeps its class, its parameter objects, and their names, shapes, dtypes and strides.
@@ -750,7 +751,8 @@ def shard(model: nn.Module, config: ShardConfig | None = None, *, mesh: Any = No
         SetupError: a parameter that can't be sharded, ranks with different models, or a failure on another rank, which it names.
         CheckpointError: this rank can't read the files of :func:`from_files`.
         BudgetError, TraceError: ``strategy="auto"`` finds nothing that fits, or can't plan this script.
-        Exception: what ``ShardConfig.init_fn`` or ``reset_parameters`` has raised on this rank, or torch, for want of memory.
+        Exception: what ``ShardConfig.init_fn`` or ``reset_parameters`` has raised on this rank, or torch because memory
+            has run out.
     """
     if config is None:
         config = ShardConfig()

@@ -44,8 +44,9 @@ class ConfigError(ShardError, ValueError):
     """A user choice is unknown, has the wrong type, or contradicts another one.
 
     Raised: when a :class:`~torch_shard.ShardConfig` is built (the message starts with the
-    field's name), and by ``shard()`` where the choice does not fit the model or the process group.
-    Nothing has been changed yet.
+    field's name), and by ``shard()`` and the engine's methods where an argument does not fit the
+    model or the process group; also by a ``backward()`` of a scaled loss with error feedback, and by
+    the step of an unknown optimizer with stochastic rounding. Nothing has been changed yet.
     Remedy: correct the named field.
     """
 
@@ -76,9 +77,9 @@ class SetupError(ShardError):
 class HostStepError(ShardError):
     """Work on offloaded parameters, gradients or optimizer state has failed in the background.
 
-    Raised: with ``ShardConfig.offload``, in the training thread, where something next needs what the work was to write: the
-    next forward, a checkpoint, a parameter that is read. The message names the parameter group; ``__cause__`` is the error.
-    Parameters and state are updated in part, as after an exception in ``optimizer.step()``.
+    Raised: with ``ShardConfig.offload``, in the training thread, where the result is needed next: in the next forward, in a
+    checkpoint, or where a parameter is read. The message names the parameter group; ``__cause__`` is the original error.
+    Parameters and state may be updated only in part, as after an exception in ``optimizer.step()``.
     Remedy: correct what the cause says and go on from a checkpoint.
     """
 
@@ -93,7 +94,7 @@ class LayoutError(SetupError):
 
 
 class ReplacedParameterError(ShardError):
-    """A module holds another parameter than the one that was sharded.
+    """A module holds a parameter that is not the one that was sharded.
 
     Raised: when a unit is gathered and ``module._parameters[name]`` is not the parameter known
     from sharding: a layer was replaced (``model.head = nn.Linear(...)``), a parameter was added,
@@ -106,8 +107,8 @@ class ReplacedParameterError(ShardError):
 class NeedsGatherError(ShardError):
     """An operation needs the full values of a sharded tensor, which are not gathered.
 
-    This is no TypeError on purpose: torch takes a TypeError in ``a @ b`` or ``a * b`` for "not implemented" and
-    replaces it by a message of its own.
+    It is deliberately not a TypeError: in ``a @ b`` and ``a * b`` torch treats a TypeError as "not implemented", and replaces it
+    with a message of its own.
 
     Raised: for access to the memory of a sharded tensor (``numpy()``, ``data_ptr()``); for views of
     gradients and optimizer state that leave gaps (``p.grad[:, 0]``), and edits of them by indices;
@@ -118,20 +119,21 @@ class NeedsGatherError(ShardError):
 
 
 class ShardPicklingError(ShardError, TypeError):
-    """A shard was about to be pickled, of which this rank alone can't read the full values.
+    """A shard was about to be pickled, and this rank can't read its full values alone.
 
     Raised: by ``pickle``, ``torch.save`` and everything that uses them, for gradients and engines, and for parameters and
     optimizer state where one rank can't read them alone.
-    Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them, with a
-    ``torch.distributed.barrier()`` behind it on all; for optimizers ``engine.optim_state_dict(optimizer)``.
+    Remedy: ``engine.state_dict(form="full")`` on all ranks, then save the result on one of them, and call
+    ``torch.distributed.barrier()`` on all ranks afterwards; for optimizers ``engine.optim_state_dict(optimizer)``.
     """
 
 
 class StateDictError(ShardError):
     """A state dict does not fit the model or the optimizer.
 
-    Raised: when loading, with *all* missing, unexpected and wrongly shaped entries listed. Nothing
-    has been loaded when it is raised.
+    Raised: when loading, with *all* missing, unexpected and wrongly shaped entries listed, and when
+    saving an optimizer that holds parameters of another model, or none of this one. Nothing has been
+    loaded or written.
     Remedy: correct the listed entries, or load with ``strict=False`` to accept missing and
     unexpected ones.
     """
@@ -140,8 +142,10 @@ class StateDictError(ShardError):
 class DivergenceError(ShardError):
     """The ranks did different things.
 
-    Raised: on all ranks, before any optimizer step, when the ranks ran different units, or the
-    same in another order; the message names the first differing unit and the rank.
+    Raised: when the ranks ran different units or operations, ran them in a different order, passed
+    different arguments, or changed the parameters differently; usually on all ranks and before any
+    optimizer step. A rank that can't read the model alone, or that runs a backward through a value
+    it has read alone, raises it by itself. The message names the first difference and the ranks.
     Remedy: make every rank run the same modules in the same order. Conditions in forward must not
     depend on the rank or on its own data.
     """
@@ -151,11 +155,11 @@ class MissingRankError(ShardError):
     """A rank waited for a partner that did not come within ``ShardConfig.timeout`` seconds.
 
     Raised: on the ranks that wait, naming the operation, the unit or parameter, the line that
-    called it, and the ranks that are missing with what they are doing instead. Typically a forward,
-    a norm, ``full_tensor()`` or a save under ``if rank == 0:``, or ranks with different numbers of
-    batches.
-    Remedy: call the named operation on all ranks. Behind work that one rank does alone for longer
-    (writing a checkpoint), a ``torch.distributed.barrier()`` on all ranks. Else a larger ``timeout``.
+    called it, and the ranks that are missing with what they are doing instead. Typically a backward,
+    an optimizer step or an edit under ``if rank == 0:``, or ranks with different numbers of batches
+    to train on.
+    Remedy: call the named operation on all ranks. After long work by one rank (writing a checkpoint),
+    call ``torch.distributed.barrier()`` on all ranks. Otherwise set a larger ``timeout``.
     """
 
 
@@ -171,9 +175,9 @@ class NonFiniteError(ShardError):
 class UnitStateError(ShardError):
     """A unit was used in a state that does not allow it.
 
-    Raised: when compute reaches a parameter whose unit is not gathered or still in flight, when
-    the model is copied while its forward runs, and for a gather during the capture of a CUDA
-    graph. It replaces reading memory that is not there.
+    Raised: when compute reaches a parameter whose unit is not gathered or is still being gathered,
+    when the model is copied while its forward runs, and for a gather during the capture of a CUDA
+    graph. Without this error, freed memory would be read.
     Remedy: the message says which use of the named unit went past the engine; running that code
     through a module's ``forward`` or inside ``engine.gathered(...)`` avoids it.
     """
@@ -184,9 +188,8 @@ class CheckpointError(ShardError):
 
     Raised: on all ranks, by ``engine.save``, ``engine.save_full`` and ``engine.load``: a path that can't be written or that the
     ranks don't share, a full disk, files that are missing, damaged or made by a newer version, and objects that are not loaded
-    because unpickling them could run code. What is in training, and the checkpoint that was there before, are as they were,
-    unless the message says that values have been overwritten. A save with ``asynchronous=True`` that has failed is raised by
-    the next call.
+    because unpickling them could run code. The state of training and the previous checkpoint are unchanged, unless the message
+    says that values have been overwritten. If a save with ``asynchronous=True`` fails, the next call raises the error.
     Remedy: the message names file and parameter, and what to do.
     """
 
@@ -194,11 +197,11 @@ class CheckpointError(ShardError):
 
 
 class HostMemoryError(ShardError):
-    """Host memory for offload can't be had.
+    """Host memory for offload can't be allocated.
 
-    Raised: on all ranks, by ``shard()`` before anything is allocated, where what the ranks of a host need together is more than
-    the machine, or the limit of their container or job, has left; and where the system gives no more memory. In a forward, on
-    the rank that lacks it, where inputs of layers are offloaded.
+    Raised: on all ranks, by ``shard()`` before anything is allocated, if the ranks of a host together need more memory than the
+    machine, their container or their job has left, or if the system refuses the allocation. In a forward, on the rank that lacks
+    the memory, where inputs of layers are offloaded.
     Remedy: the message has the figures of each rank and host. Keep more on the device or on disk (``Offload``), or use
     fewer ranks on a host, or a higher limit.
     """
@@ -237,7 +240,7 @@ class TraceError(ShardError):
 class BudgetError(ShardError):
     """No settings let a step fit a budget of memory.
 
-    Raised: by :attr:`torch_shard.plan.Search.best`. The message says which settings lack least, and how much memory parameters,
+    Raised: by :attr:`torch_shard.plan.Search.best`. The message says which settings come closest, and how much memory parameters,
     gradients and optimizer state take in any case.
     Remedy: more ranks, or a smaller or shorter batch than was tried.
     """

@@ -74,8 +74,8 @@ def _hooks(arguments: Arguments, found: Translation) -> None:
         if getattr(hook, "__module__", None) != _HOOKS or name not in ("allreduce_hook", *_DTYPES):
             raise arguments.refused(
                 argument,
-                f"{name} is made for DDP's buckets. fp16_compress_hook and bf16_compress_hook are done here; register another "
-                "one, with the signature of FSDP's hooks, by trainer.strategy.engine.register_comm_hook in on_fit_start.",
+                f"{name} is made for DDP's buckets. fp16_compress_hook and bf16_compress_hook are supported. Register any "
+                "other hook, with the signature of FSDP's hooks, by trainer.strategy.engine.register_comm_hook in on_fit_start.",
             )
         dtypes |= {_DTYPES[name]} if name in _DTYPES else set()
     if len(dtypes) > 1:

@@ -48,7 +48,9 @@ class StandIn(MixinBase):  # type: ignore[misc]
             AttributeError: the program's strategy was another one, or there are no processes yet.
         """
         if self._device_mesh is None:
-            raise AttributeError("device_mesh: this strategy has none, or not before its processes have met.")
+            raise AttributeError(
+                "device_mesh: this strategy has no device mesh, or its process group does not exist yet."
+            )
         return self._device_mesh
 
     def _join_group(self) -> None:

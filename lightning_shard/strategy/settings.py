@@ -43,8 +43,8 @@ class StrategySettings:
             state dicts stay. Batch norms in these layers count each batch twice in their running statistics, as with any
             activation checkpointing.
         activation_offload: layers, chosen in the same way, that compute activations again, too, and whose inputs wait for
-            backward in host memory. True chooses all that `activation_checkpointing` chooses; where it chooses none, as True
-            does there.
+            backward in host memory. True chooses the layers that `activation_checkpointing` chooses or, if that is off,
+            the layers that ``activation_checkpointing=True`` would choose.
         state_dict_type: ``"full"`` checkpoints are one file each, gathered and written by rank 0, as a single device and
             ``ddp`` write them; ``"sharded"`` ones a directory each, to which every rank writes its shards. Both, and those of
             Lightning's other strategies, are loaded whatever this is.

@@ -1,9 +1,9 @@
 """Barriers, reductions and gathers of the Trainer, in which a rank would wait silently while another one is in a forward.
 
-``if trainer.is_global_zero: self(x)`` in a hook of an evaluation, or a ``validation_step`` that generates as many tokens as its
-batch needs, do no harm under DDP, where a forward without gradients sends nothing. Here one rank waits in an all-gather, and the
-others in what the Trainer reduces at the end of the loop. Also under DDP, a rank that alone logs with ``sync_dist=True`` within a
-step waits for ever. So the ranks first check that all have come to the same operation.
+A ``validation_step`` that generates as many tokens as its batch needs does no harm under DDP, where a forward without gradients
+sends nothing. Here one rank would wait in an all-gather, and the others in a reduction of the Trainer at the end of the loop.
+Under DDP, too, a rank that alone logs with ``sync_dist=True`` within a step waits for ever. So the ranks first check that all
+have come to the same operation.
 """
 
 from __future__ import annotations

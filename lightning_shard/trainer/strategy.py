@@ -41,7 +41,8 @@ from .uneven_batches import EvaluationMixin
 _HANDLE = "trainer.strategy.engine"
 _SAVING = (
     "Save trainer.strategy.engine.state_dict() instead, and for optimizers trainer.strategy.engine.optim_state_dict(optimizer), "
-    "called on all ranks, with trainer.strategy.barrier() behind what one rank writes; trainer.save_checkpoint(path) saves both."
+    "called on all ranks, and let all ranks call trainer.strategy.barrier() after one rank has written the file; "
+    "trainer.save_checkpoint(path) saves both."
 )
 
 

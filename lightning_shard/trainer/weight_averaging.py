@@ -55,9 +55,9 @@ def check(callbacks: Iterable[Any], module: nn.Module, private: Private) -> None
     for callback in callbacks:
         if isinstance(callback, private.ModelPruning):
             raise private.MisconfigurationException(
-                f"{type(callback).__name__} does not work with ShardStrategy: it replaces parameters by others while they are "
-                "sharded (weight by weight_orig and a mask). Prune before fit(), with torch.nn.utils.prune on the module: "
-                "masks that are there before are trained with."
+                f"{type(callback).__name__} does not work with ShardStrategy: it replaces sharded parameters during training "
+                "(weight becomes weight_orig and a mask). Prune before fit(), with torch.nn.utils.prune on the module: existing "
+                "masks stay in force during training."
             )
     for callback, copy in copies(callbacks, private):
         own, copied = _shapes(module), _shapes(copy)

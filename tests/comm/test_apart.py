@@ -266,8 +266,10 @@ def test_a_rank_that_shards_while_the_other_trains_is_an_error_that_says_so(rank
         else:
             time.sleep(0.5)
             step(model)
-    assert rank == 0 or "rank 0 waits in no operation of the engine (it runs other code, say shard()" in str(
-        caught.value
+    assert (
+        rank == 0
+        or "rank 0 is not waiting in an operation of the engine (it runs other code, perhaps shard()"
+        in str(caught.value)
     )
     dist.barrier()
     a_new_one_trains()

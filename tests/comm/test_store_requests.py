@@ -101,7 +101,7 @@ def test_all_ranks_that_wait_for_one_ask_little_and_name_it() -> None:
         text = str(error)
         # The first whose time is up says it of all, and the others may hear of that one.
         other = next(r for r in range(SIZE) if r not in (rank, missing))
-        assert f"rank {missing} waits in no operation of the engine" in text, text
+        assert f"rank {missing} is not waiting in an operation of the engine" in text, text
         assert f"rank {other} waits in the reduce of a test at {__file__}" in text or "won't come" in text, text
     assert max(store.requests.values()) <= AT_MOST, max(store.requests.values())
 

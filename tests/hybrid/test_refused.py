@@ -48,14 +48,14 @@ def test_bad_settings_are_refused_by_name(rank):
 
 @ranks(4)
 def test_ranks_with_different_copies_are_told_so(rank):
-    with pytest.raises(ConfigError, match="shard_size differs between the ranks: on rank 0 shard_size is 2; on rank 1"):
+    with pytest.raises(ConfigError, match="shard_size differs between the ranks: rank 0: shard_size is 2; rank 1:"):
         torch_shard.shard(MLP(), strategy="hybrid_shard", shard_size=2 if rank == 0 else 4, timeout=10.0)
     with pytest.raises(ConfigError, match="strategy differs between the ranks"):
         torch_shard.shard(MLP(), strategy="hybrid_shard" if rank else "full_shard", shard_size=2 if rank else None)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     dims = ("replicate", "shard") if rank < 2 else ("shard", "replicate")
     with pytest.raises(
-        ConfigError, match=r"which ranks share a replica .* differs between the ranks: on rank 0 0 1 . 2 3"
+        ConfigError, match=r"which ranks share a replica .* differs between the ranks: rank 0: 0 1 . 2 3"
     ):
         torch_shard.shard(MLP(), strategy="hybrid_shard", mesh=mesh, mesh_dims=dims, timeout=10.0)
     train_both(MLP, rank, 4, steps=1, **TWO)  # and the groups are usable

@@ -58,7 +58,7 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_how_much():
     assert (pool.held, pool.in_use) == before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch_shard.offload.host_buffers.available", lambda: None)  # a system that tells nothing
-        with pytest.raises(HostMemoryError, match="the system gives no more"):
+        with pytest.raises(HostMemoryError, match="the system does not provide more"):
             pool.take(1 << 60)
     assert (pool.held, pool.in_use) == before
     pool.give(kept)

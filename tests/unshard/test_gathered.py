@@ -437,7 +437,7 @@ def test_a_replaced_parameter_is_refused_on_all_ranks_and_breaks_nothing(rank: i
     for kwargs in ({}, {"write": True}, {"ranks": 0, "device": "cpu"}):
         if rank == 1:
             model.blocks[1][0].weight = nn.Parameter(torch.zeros_like(plain.blocks[1][0].weight))
-        with pytest.raises(ReplacedParameterError, match="holds another parameter"), engine.gathered(**kwargs):
+        with pytest.raises(ReplacedParameterError, match="holds a different parameter"), engine.gathered(**kwargs):
             pass
         model.blocks[1][0].weight = kept
     assert_same(full(model, engine), plain)

@@ -41,7 +41,7 @@ def rmsprop(job: Job) -> None:
     _train(job, lambda m: O.RMSprop(m.parameters(), lr=0.01, momentum=0.9))
 
 
-@case("Adagrad, whose state is made with it", test="test_an_optimizer_steps_as_on_the_plain_model")
+@case("Adagrad, which creates its state in its constructor", test="test_an_optimizer_steps_as_on_the_plain_model")
 def adagrad(job: Job) -> None:
     _train(job, lambda m: O.Adagrad(m.parameters(), lr=0.01))
 

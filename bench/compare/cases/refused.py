@@ -33,7 +33,7 @@ class ExpertUnits(nn.Module):
 
 
 @case(
-    "each rank calls another one of two equal units",
+    "each rank calls a different one of two equal units",
     test="test_a_unit_that_only_one_rank_uses_is_an_error",
     note="DDP with `find_unused_parameters=True`.",
     refused=True,
@@ -45,7 +45,7 @@ def other_units(job: Job) -> None:
 
 
 @case(
-    "each rank calls two equal units in another order",
+    "each rank calls two equal units in a different order",
     test="test_ranks_that_run_different_units_are_an_error_before_the_step",
     refused=True,
 )

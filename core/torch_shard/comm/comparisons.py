@@ -40,11 +40,11 @@ class Purpose(enum.IntEnum):
     RECORDS = 2
     """The rank reads the model for a graph.
 
-    If it reads alone, the graph's backward is an error. So it does only where the others surely do something else, and never
-    because they are late.
+    A backward through a value that was read alone is an error. So this rank reads alone only if the others certainly do
+    something else, and never merely because they are late.
     """
     WORKS = 3
-    """The rank does what concerns all ranks."""
+    """The rank runs an operation that concerns all ranks."""
 
 
 _LEFT = 0
@@ -166,7 +166,8 @@ class Comparisons:
     ) -> None:
         """Send the message of a rank that :attr:`Purpose.WORKS`, and don't wait: :meth:`finish` does. Collective.
 
-        What this rank has left to read alone may still be under way: others may look at it only when this rank goes on.
+        An all-reduce that this rank left in order to read alone may still be in flight, because other ranks may come to it only
+        after this rank goes on.
 
         Args:
             watchdog, message, flags, what: the arguments of :meth:`all_reduce`.
@@ -205,9 +206,9 @@ class Comparisons:
     def finish_for(self, purpose: Purpose, alone_after: float, seconds: float) -> bool:
         """End the comparison that :meth:`begin` has begun, before one for which this rank comes with `purpose`.
 
-        A partner does not know that the former has to be repeated, because a rank had read alone, until it looks at the result,
-        and it may do something else before that. So a rank that reads does not wait for it, nor for its repetition; all compare
-        once more later.
+        If a rank read alone during that comparison, it has to be repeated. A partner learns this only when it looks at the
+        result, and may do something else first. A rank that comes to read therefore waits neither for that comparison nor for
+        its repetition; all ranks compare again later.
 
         Returns:
             False if this rank reads alone, while that comparison is still under way.
@@ -267,7 +268,7 @@ class Comparisons:
                     time.sleep(_LOOK)
 
     def _come(self, pending: Pending, purpose: Purpose, alone_after: float, seconds: float) -> bool:
-        """Wait until the other ranks have come; return False once one of them has promised to say that this one reads alone.
+        """Wait until the other ranks have come; return False once one has promised to report that this rank reads alone.
 
         Return True after `seconds`, too, because the wait that follows explains who has not come.
         """

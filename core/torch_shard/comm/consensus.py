@@ -53,8 +53,8 @@ def met(
 ) -> bool:
     """Return True if all ranks have come to read the model in the same way; False if this rank reads alone.
 
-    Collective, unless it returns False. Arguments and errors are those of :func:`agree`. With `sure` a rank does not read alone
-    because the others are late, but only if they do something else. Without `alone` it never does.
+    Collective, unless it returns False. Arguments and errors are those of :func:`agree`. With `sure` this rank reads alone only
+    if the others do something else, not if they are merely late. With ``alone=False`` it never reads alone.
     """
     note = zlib.crc32(f"reads {what}".encode()), what
     vote = port.meet(what, [note], torch.tensor([error is not None], dtype=torch.uint8, device="cpu"), sure, alone)

@@ -5,9 +5,9 @@ compare their hashes in an all-reduce (MAX) of a few bytes. A message has the sa
 process groups, so that the messages of any two engines can pair without an error of the backend. A message holds eight bytes
 of hash, the complement of these bytes, the same for the hash before the present operation and for the engine's name, flags,
 and a few bytes for the end of a backward. The hashes are equal on all ranks exactly when ``max(h) + max(255 - h) == 255`` for
-every byte. If they differ, the ranks exchange their histories, and all ranks raise the same error. But where a rank came only
-to read the model, it reads alone (:mod:`.comparisons`), and the others compare once more. If all ranks came to read one model,
-their operations before must be the same.
+every byte. If they differ, the ranks exchange their histories, and all ranks raise the same error. An exception is a rank that
+only reads the model: it reads alone (:mod:`.comparisons`), and the other ranks compare again. If all ranks came to read the same
+model, their earlier operations must be equal.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class OperationSequence:
         issued = {name: ch.issued for name, ch in watchdog.channels.items() if ch.purpose in ("all-gather", "reduce")}
         mine = _Account(history, what, line, self.model, issued)
         before = ", ".join(history[-_RECENT:]) or "nothing"
-        own = f" Before it this rank had noted, since the last step: {before}."
+        own = f" Before that, this rank had recorded these operations since its last step: {before}."
         try:
             accounts: list[_Account] = watchdog.exchange(what, mine, own)
         finally:
@@ -353,9 +353,9 @@ def _equal(reduced: list[int]) -> bool:
 
 
 def _may_record_alone(message: list[int]) -> bool:
-    """Return True if ranks that read for a graph may read alone: some others surely work, or read another model.
+    """Return True if ranks that read for a graph may read alone: another rank certainly works, or reads another model.
 
-    If some ranks only read, they go first, and all compare once more.
+    If some ranks only read, they go first, and all ranks compare again.
     """
     left, reads, records, works = message[_HASHES:_HEAD]
     return bool(records and not (left or reads) and (works or not _equal(message[_ENGINE])))

@@ -174,8 +174,8 @@ def _keep_unfinished(in_flight: dict[str, Any], *others: Any) -> None:
     its partners' collectives end with an error.
 
     A collective that ends while the interpreter shuts down must not hold the last reference to a tensor: Gloo's thread would
-    ask for the interpreter's lock, with which CPython before 3.14 ends a thread, here inside a destructor, and so the process
-    ("terminate called without an active exception").
+    try to take the interpreter's lock. CPython before 3.14 then ends the thread, which is inside a destructor, and so the whole
+    process aborts ("terminate called without an active exception").
     """
     if any(not work.is_completed() for work in in_flight.values()):
         # A list in this module would be emptied at exit, and the destructors would run.

@@ -1,4 +1,4 @@
-"""Rendezvous through the default process group's store, whose timeouts name the missing ranks, as a collective's don't."""
+"""Rendezvous through the default process group's store. Unlike a collective's timeout, its error names the missing ranks."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def exchange_texts(
         raise
     except RuntimeError as error:
         raise MissingRankError(
-            f"rank {me}: {what} at {caller_line()} can't reach the store through which the ranks meet; the rank that serves it "
-            f"has probably died, see its log. ({error})"
+            f"rank {me}: {what} at {caller_line()} can't reach the store through which the ranks meet. The rank that serves it "
+            f"has probably died; see its log. ({error})"
         ) from error
 
 

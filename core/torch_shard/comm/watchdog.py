@@ -68,8 +68,8 @@ class Watchdog:
     All ranks may wait for one rank. While no rank posts anything new, a look at the store is one request. Reading new posts
     takes three more requests, however many ranks there are.
 
-    It also keeps what several parts of an engine say in errors, which a front end words in its own way: ``saving_advice``, how
-    the user saves full values, and ``handle``, the user's expression for the engine.
+    It also holds two texts that errors quote and that a front end may replace: ``saving_advice``, which says how to save full
+    values, and ``handle``, the expression by which the user reaches the engine.
     """
 
     def __init__(self, rank: int, ranks: list[int], timeout: float, key: str) -> None:
@@ -78,7 +78,7 @@ class Watchdog:
         self.handle = "engine"
         self.saving_advice = (
             'Save engine.state_dict(form="full") instead, and for optimizers engine.optim_state_dict(optimizer), called on all '
-            "ranks; put a torch.distributed.barrier() behind what one rank writes."
+            "ranks, and let all ranks call torch.distributed.barrier() after one rank has written the file."
         )
         self.first_tick = timedelta(seconds=min(FIRST_TICK, timeout))
         self._tick = TICK + self.size / 1000
@@ -117,7 +117,7 @@ class Watchdog:
             self._timeout = before
 
     def tell(self, trouble: str) -> None:
-        """Have ranks that wait for this one in vain quote its trouble. Not collective.
+        """Post `trouble`, which ranks that wait for this one in vain quote in their errors. Not collective.
 
         They do so until its next optimizer step, or until it has waited for long itself. `trouble` is a sentence without
         the subject: "ran out of memory in the forward".
@@ -271,8 +271,8 @@ class Watchdog:
             raise
         except RuntimeError as error:
             raise MissingRankError(
-                f"rank {self.rank}: {what} at {caller_line()}: the ranks differ, and the store through which they tell how "
-                f"can't be reached; the rank that serves it has probably died, see its log. ({error})"
+                f"rank {self.rank}: {what} at {caller_line()}: the ranks differ, and the store through which they report "
+                f"the difference can't be reached. The rank that serves it has probably died; see its log. ({error})"
             ) from error
         finally:
             self._withdraw()
@@ -337,7 +337,7 @@ class Watchdog:
         return "; ".join(
             f"rank {rank} {'waits in ' * bool(posts[rank].channel)}{posts[rank].what} at {posts[rank].line}"
             if rank in posts
-            else f"rank {rank} waits in no operation of the engine (it runs other code, say shard(), "
+            else f"rank {rank} is not waiting in an operation of the engine (it runs other code, perhaps shard(), "
             f"{place if rank == silent[0] else 'or is gone'})"
             for rank in range(self.size)
             if rank != self.rank
@@ -353,7 +353,7 @@ class Watchdog:
         return (
             f"rank {self.rank} waited {self.timeout:g} s in {pending.what} at {caller_line()}; {self._elsewhere(posts)}. "
             "The operation is collective: call it on every rank (look for code under `if rank == ...`). Work that one rank "
-            "does alone for longer, such as writing a checkpoint, needs a torch.distributed.barrier() behind it, on every "
+            "does alone for longer, such as writing a checkpoint, must be followed by a torch.distributed.barrier() on every "
             "rank; or raise ShardConfig(timeout=...) (of ShardPlugin under Accelerate, of the strategy under Lightning)."
         )
 

@@ -32,7 +32,10 @@ Ignored: TypeAlias = "Sequence[nn.Module | nn.Parameter | str]"
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """The settings of ``torch_shard.shard``, which must be equal on all ranks. They are checked when they are made.
+    """The settings of ``torch_shard.shard``.
+
+    They must be equal on all ranks, except for `timeout`, `debug`, `init_fn` and `registered_memory`. Values are checked on
+    construction.
 
     Attributes:
         strategy: ``"full_shard"`` shards parameters, gradients and optimizer state;
@@ -56,8 +59,8 @@ class ShardConfig:
         unit_bytes: the target size of an automatic unit, in bytes of parameters.
         prefetch: the number of units that are gathered ahead of compute, in forward and in backward; 0 for none.
         sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
-        broadcast_buffers: send rank 0's buffers to all ranks before each training forward, as
-            ``DistributedDataParallel`` does.
+        broadcast_buffers: send rank 0's buffers to all ranks before the first forward, and before each forward that follows one
+            whose backward reduces gradients, as ``DistributedDataParallel`` does.
         reshard_after_forward: the number of consecutive ranks, as a rule those of a node, among which each unit stays sharded
             between forward and backward, so that backward's gather stays among them. This needs more memory (a unit's size
             divided by this number, for all units) and sends less between nodes. It is for ``"full_shard"`` and

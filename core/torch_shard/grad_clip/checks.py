@@ -28,7 +28,8 @@ def refuse_partials(runtime: Runtime, parameters: Iterable[torch.Tensor] | None,
             for i, p in enumerate(flat.params):
                 if (chosen is None or id(p) in chosen) and flat.gradients.accumulation.is_partial(i):
                     raise ShardError(
-                        f"rank {p._spec.world_rank}: {what} with a gradient of {p._spec.name} to which only backwards under "
-                        "no_sync() have added since zero_grad(). It is the mean over the ranks already, where each rank of "
-                        "DistributedDataParallel would have its own. Run the last backward, with its forward, outside."
+                        f"rank {p._spec.world_rank}: {what} can't use the gradient of {p._spec.name}: every backward since "
+                        "zero_grad() that added to it ran under no_sync(). It is already the mean over the ranks, where each "
+                        "rank of DistributedDataParallel would have its own. Run the last backward, with its forward, outside "
+                        "no_sync()."
                     )

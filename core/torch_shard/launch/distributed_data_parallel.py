@@ -140,7 +140,7 @@ class DistributedDataParallel(_TorchDDP):
         if getattr(hook, "__module__", None) != _HOOKS or name not in ("allreduce_hook", *_DTYPES):
             raise ConfigError(
                 f"DistributedDataParallel.register_comm_hook: {name} is made for DDP's buckets. allreduce_hook, "
-                "fp16_compress_hook and bf16_compress_hook are done here; for another one give engine.register_comm_hook a hook "
+                "fp16_compress_hook and bf16_compress_hook are supported; for another one give engine.register_comm_hook a hook "
                 "with FSDP's signature, or see ShardConfig.quantized."
             )
         if name in _DTYPES:

@@ -87,16 +87,16 @@ class HostBuffers:
         try:
             memory = allocate(size, torch.uint8, pin=can_pin(self.device), device=self.device)
         except HostMemoryError as error:
-            raise type(error)(self._message(size, "the system gives no more")) from error
+            raise type(error)(self._message(size, "the system does not provide more")) from error
         self.held += size
         return HostBuffer(memory)
 
     def _message(self, size: int, why: str) -> str:
         kind = "page-locked " if can_pin(self.device) else ""
         return (
-            f"rank {current_rank()}: activation_offload: {formatted(size)} of {kind}host memory can't be had, beside "
-            f"{formatted(self.held)} that are held for it: {why}. Offload fewer layers, take smaller batches, or run fewer "
-            "ranks on this host."
+            f"rank {current_rank()}: activation_offload: {formatted(size)} of {kind}host memory can't be allocated in "
+            f"addition to the {formatted(self.held)} held already: {why}. Offload fewer layers, take smaller batches, or run "
+            "fewer ranks on this host."
         )
 
 

@@ -48,7 +48,7 @@ def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device)
         device: the device that the memory is copied to and from.
 
     Raises:
-        HostMemoryError: the system gives no more memory.
+        HostMemoryError: the system does not provide more memory.
         PinnedMemoryError: the memory can't be page-locked. It has been given back.
     """
     nbytes = numel * dtype.itemsize
@@ -57,7 +57,9 @@ def allocate(numel: int, dtype: torch.dtype, *, pin: bool, device: torch.device)
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise HostMemoryError(f"the system gives no {formatted(nbytes)} of memory for offload: {error}.") from error
+        raise HostMemoryError(
+            f"the system does not provide {formatted(nbytes)} of memory for offload: {error}."
+        ) from error
     if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         # Fewer pages to lock and to look up; without effect where the machine has that switched off.
         with contextlib.suppress(OSError):

@@ -166,8 +166,9 @@ def refuse_unreduced(optimizer: Any, runtime: Runtime) -> None:
             held = flat.gradients.accumulation.holds(index)
         if held:
             raise ShardError(
-                f"rank {p._spec.world_rank}: optimizer.step() with a gradient of {p._spec.name} that is not reduced, because "
-                "every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, outside."
+                f"rank {p._spec.world_rank}: optimizer.step() can't use the gradient of {p._spec.name}, which is not reduced "
+                "yet, because every backward since zero_grad() ran under no_sync(). Run the last backward, with its forward, "
+                "outside no_sync()."
             )
 
 

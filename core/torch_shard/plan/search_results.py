@@ -107,8 +107,8 @@ class Search:
     """The result of :func:`torch_shard.plan.search`.
 
     Attributes:
-        estimates: the candidates that fit, the fastest first; then the others, that which lacks least first. Of those whose
-            seconds differ by about a percent, those come first that change less of the program.
+        estimates: the candidates that fit, the fastest first; then the others, that which lacks the least memory first. Of
+            those whose seconds differ by about a percent, those come first that change less of the program.
         budget: the bytes of the device that a step may take.
         states: the bytes of parameters, gradients and the optimizer's state of one rank under ``full_shard``.
         notes: each read of a value that the trace has answered with a constant.
@@ -137,9 +137,9 @@ class Search:
         """A text about what is missing if nothing fits, and what to do."""
         first = self.estimates[0]
         return (
-            f"no settings fit {mib(self.budget)} MiB. {first.candidate} lacks least, {mib(first.lacks)} MiB. Parameters, "
-            f"gradients and optimizer state alone are {mib(self.states)} MiB on each rank under full_shard. Use more ranks, "
-            "or a smaller or shorter batch."
+            f"no settings fit {mib(self.budget)} MiB. The closest is {first.candidate}, which lacks {mib(first.lacks)} MiB. "
+            f"Parameters, gradients and optimizer state alone are {mib(self.states)} MiB on each rank under full_shard. Use more "
+            "ranks, or a smaller or shorter batch."
         )
 
     def table(self, most: int | None = None) -> str:

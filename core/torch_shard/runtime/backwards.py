@@ -211,10 +211,10 @@ class Backwards:
         self._end = weakref.ref(end, self._abandon_if)
 
     def begin_nested(self) -> None:
-        """Let this engine's backward end with the running one, inside of which the backward of a recomputed layer begins.
+        """Make this engine's backward end with the outer one that runs; that of a recomputed layer is about to begin inside it.
 
-        Reentrant checkpointing runs a backward for each layer, and perhaps only these reach the engine. Otherwise it would take
-        each for a backward of its own, at whose end it waits for all reductions and for the other ranks.
+        Reentrant checkpointing runs a backward for each layer, and these may be the only ones that reach the engine. Otherwise
+        the engine would treat each as a separate backward, at whose end it waits for all reductions and for the other ranks.
         """
         if self._called and self._end is None and self._end_of_outer is None:
             end = functools.partial(self._end_outer, graph_task())
@@ -342,11 +342,13 @@ class Backwards:
             self._abandon_if()
         except Exception:  # this must not replace the error of the backward
             logger.exception(
-                "rank %d: a failed backward could not be left", self.runtime.collectives.world_rank, extra=ANY_RANK
+                "rank %d: cleaning up after a failed backward has failed, too",
+                self.runtime.collectives.world_rank,
+                extra=ANY_RANK,
             )
 
     def _abandon_if(self, end: weakref.ref[Any] | None = None) -> None:
-        """Abandon the backward that runs, if any does; with `end` only if that is its end, not that of an earlier one."""
+        """Abandon the backward that runs, if any does; if `end` is given, only if it is the callback of this backward."""
         with self._abandoning:  # the thread of the call and a thread of a device may both come here
             if self._end is not None and (end is None or end is self._end):
                 self._abandon()

@@ -22,12 +22,12 @@ def register(runtime: Runtime, state: Any, hook: Callable[..., Any]) -> None:
         if not callable(hook):
             raise ConfigError(f"hook must be callable, not {type(hook).__name__}.")
         if any(g.hook is not None for g in gradients):
-            raise ConfigError("hook: a communication hook is registered already; an engine has one.")
+            raise ConfigError("hook: a communication hook is registered already, and an engine can have only one.")
         quantized = runtime.config.quantized
         if quantized is not None and quantized.gradients is not None:
             raise ConfigError(
-                f"hook: ShardConfig.quantized has gradients={quantized.gradients!r}, which a communication hook would take the "
-                "place of; leave one of them out."
+                f"hook: ShardConfig.quantized has gradients={quantized.gradients!r}, which a communication hook would "
+                "replace; leave one of them out."
             )
         if any(g.waits for g in gradients):
             raise UnitStateError(

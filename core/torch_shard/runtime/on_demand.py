@@ -254,9 +254,9 @@ class OnDemand:
         unit.wait()
         if unit.is_stale():  # it can't be unsharded anew, because its backward needs the values that forward had
             raise UnitStateError(
-                f"rank {self.runtime.collectives.world_rank}: {param._spec.name} is computed with in backward, after unit "
-                f"{unit.name!r} was changed in it (by an optimizer in a hook, perhaps). Compute with it before the change, "
-                "or after backward."
+                f"rank {self.runtime.collectives.world_rank}: a hook uses {param._spec.name} during backward, after unit "
+                f"{unit.name!r} was changed in the same backward (by an optimizer in a hook, perhaps). Use it before the "
+                "change, or after backward."
             )
         return True
 

@@ -205,7 +205,7 @@ class Runtime:
         self.registrations.check(self)
 
     def synchronise_buffers(self, root: nn.Module) -> None:
-        """Broadcast the buffers of rank 0, if a training forward may have changed them since the last time. Collective."""
+        """Broadcast rank 0's buffers if no forward has run, or the last one trained outside ``no_sync``. Collective."""
         if self.buffers is None or not self.buffers.due or self.solo:
             return
         if not self.session.is_open and not self.session.open("the model", [self.buffers.signature(root)]):

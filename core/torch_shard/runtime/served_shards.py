@@ -123,7 +123,7 @@ class LeftShards:
     def shard_to_send(self, part: ShardPart, before: bool) -> torch.Tensor:
         """See :meth:`ServedShards.shard_to_send`."""
         if before:
-            raise DivergenceError("it was dropped there with other values.")
+            raise DivergenceError("that rank dropped the model while it held edited values.")
         if part.form != "state":
             return _sent(self.versions, self.shards[part.unit, part.flat], part)
         return _sent_state(self.versions, self.states.get((part.unit, part.flat, part.param, part.key), []), part)
@@ -137,8 +137,8 @@ def _sent(versions: Versions, shard: ServedShard, part: ShardPart) -> torch.Tens
 def _sent_state(versions: Versions, found: list[torch.Tensor], part: ShardPart) -> torch.Tensor:
     if len(found) != 1:
         raise DivergenceError(
-            f"{len(found) or 'no'} optimizers of it that have stepped on the model or were loaded have {part.key!r}. Save on "
-            "every rank."
+            f"{len(found) or 'no'} optimizers on that rank have the state {part.key!r} of this parameter, and exactly one is "
+            "needed. Only optimizers that have stepped or were loaded count. Save on every rank."
         )
     _follow(versions, found[0])
     return found[0].detach().cpu().contiguous()

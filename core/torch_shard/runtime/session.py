@@ -65,9 +65,11 @@ class Session:
         """Agree with the other ranks that a forward begins. Collective, unless this rank alone reads the model.
 
         Args:
-            of: what computes, for ranks that only read: once they have agreed, their gathers must be the same.
-            noted: operations to note before, each with its code and text.
-            reads: nothing is changed, so that this rank may go on alone. By default this is so where no gradients are recorded.
+            of: the module or operation that computes; ranks that only read must agree on it, because their gathers must be the
+                same.
+            noted: operations to record before this one, each with its code and text.
+            reads: True if the forward changes nothing, so that this rank may read alone; by default, if no gradients are
+                recorded.
 
         Returns:
             False if this rank reads the model alone: it evaluates, and other ranks do something else.

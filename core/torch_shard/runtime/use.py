@@ -36,6 +36,6 @@ class Use:
                 if flat.params[i]._version != version:
                     raise UnitStateError(
                         f"rank {flat.collectives.world_rank}: {flat.layout.slots[i].name} was changed in place (by an "
-                        "optimizer's step, perhaps) after the forward whose backward runs now and needs its value of then. "
-                        "Call backward before the change, or forward again after it."
+                        "optimizer's step, perhaps) after a forward whose backward is running now and needs the earlier "
+                        "value. Call backward before the change, or run the forward again after it."
                     )

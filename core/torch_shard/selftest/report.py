@@ -23,7 +23,14 @@ from .plots import plots_of
 from .results import PARTS, Result
 
 # The figures that the verdict shows, and those that are times.
-_SHOWN = ("step", "tokens/s", "MFU", "torch_shard's time of it", "of the time without", "waited for the host")
+_SHOWN = (
+    "step",
+    "tokens/s",
+    "MFU",
+    "torch_shard's time relative to it",
+    "time relative to no offload",
+    "waited for the host",
+)
 _SECONDS = ("step", "fastest", "slowest", "waited for the host", "waited for gathers", "waited for reductions")
 _WHAT_TO_DO = {
     "correctness": "Don't train with this combination. Please report it, with the report attached.",

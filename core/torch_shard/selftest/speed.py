@@ -112,7 +112,7 @@ def _beside_peers(context: Context, case: Case) -> list[Result]:
         if runner.name != _OURS:
             # Of the same turn, so that a slow moment of the machine is in both.
             pairs = zip(runners[0].wall, runner.wall, strict=True)
-            figures[f"{_OURS}'s time of it"] = statistics.median(own / other for own, other in pairs)
+            figures[f"{_OURS}'s time relative to it"] = statistics.median(own / other for own, other in pairs)
         results.append(_same_work(case, runner, runners, low, **figures, **shared))
     return results
 
@@ -137,7 +137,7 @@ def _with_offload(context: Context, case: Case) -> list[Result]:
         ratios = [own / other for own, other in zip(runner.wall, runners[0].wall, strict=True)]
         figures = {
             "step": statistics.median(runner.wall),
-            "of the time without": statistics.median(ratios),
+            "time relative to no offload": statistics.median(ratios),
             "waited for the host": max(ranks.gather(waited.host_wait)) / steps,
             "waited for gathers": max(ranks.gather(waited.gather_wait)) / steps,
             "waited for reductions": max(ranks.gather(waited.reduce_wait)) / steps,

@@ -193,7 +193,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 def _difference(what: str, first: str, rank: int, other: str) -> Exception:
     """Return the error for ranks 0 and `rank`, of which one has `first` and the other `other`."""
-    text = f"{what} differs between the ranks: on rank 0 {first}; on rank {rank} {other}"
+    text = f"{what} differs between the ranks: rank 0: {first}; rank {rank}: {other}"
     if what in (*_EQUAL, _REPLICAS):
         return ConfigError(f"{text}. Pass equal settings to shard() on every rank.")
     if what in (_FILES, _DEVICE):

@@ -45,7 +45,7 @@ def as_gradient(value: Any, param: ShardTensor) -> Any:
     """Return the gradient that ``param.grad = value`` assigns: a copy of this rank's shard if `value` is a full plain tensor.
 
     A result of ``torch.autograd.grad``, which each rank has for its own loss, is averaged over the ranks, as backward would do,
-    and only for such a value the call is collective. (DDP keeps each rank's own, so that the ranks' parameters come apart.)
+    and only for such a value is the call collective. (DDP keeps each rank's own, so that the ranks' parameters come apart.)
 
     Call it with ``__torch_function__`` disabled.
 

@@ -93,7 +93,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _common_spec(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardSpec, bool]:
-    """Return the spec of all sharded operands, and True if the ranks hold shards of different tensors of one of them."""
+    """Return the spec that all sharded operands share; True if each rank has a shard of its own version of one of them."""
     spec: ShardSpec | None = None
     mixed = False
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -149,7 +149,7 @@ def _mix(target: Any, func: Any, sources: Sequence[Any]) -> None:
     """Note on `target`, which is about to be computed in place from `sources`, whether one of these differs between the ranks.
 
     Raises:
-        NeedsGatherError: one does, and the target is a parameter, whose shards would be those of different tensors from now on.
+        NeedsGatherError: one does, and the target is a parameter, whose shards would no longer belong to one tensor.
     """
     state = target._shard_state
     if state.unit_ref is not None:

@@ -172,7 +172,10 @@ def on_copies(call: FunctionCall, sharded: Sequence[ShardTensor], copies: Sequen
     result = call.run(sharded, copies)
     storages = set(map(storage_of, copies))
     if [copy._version for copy in copies] != versions or any(storage_of(t) in storages for t in tensors_in(result)):
-        why = "gives a view with gaps in memory, or edits in place, and an edit of a copy would be lost; read .full_tensor()"
+        why = (
+            "gives a view with gaps in memory or edits in place. It would do so on a temporary full copy, and the edit would be "
+            "lost; read .full_tensor() instead"
+        )
         raise gather_error(sharded, call.name, why)
     return result
 

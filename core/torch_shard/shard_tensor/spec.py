@@ -121,8 +121,8 @@ def gather_error(operands: Any, what: Any, why: str = "needs the full parameter"
 def refuse_unreduced(operands: Any, what: Any) -> None:
     """Raise if a function needs all elements of a gradient whose reduction ``no_sync()`` defers, or of a result of one.
 
-    Each rank holds a shard of a gradient of its own, so that the shards together are no tensor. With ``no_shard`` it holds all of
-    that, but divided by the number of ranks already.
+    Each rank holds a shard of a gradient of its own, so that the shards don't form one tensor. With ``no_shard`` each rank holds
+    all of its own gradient, already divided by the number of ranks.
 
     Raises:
         NeedsGatherError: one of the operands, which may be nested, is such a tensor.

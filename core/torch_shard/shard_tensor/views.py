@@ -58,8 +58,8 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     """Run one of :data:`VIEWS`.
 
     Raises:
-        NeedsGatherError: the view leaves gaps; or it is another view than the full tensor in its own shape, of a tensor
-            that does not stand alone (:func:`stands_alone`).
+        NeedsGatherError: the view leaves gaps; or the view differs from the tensor itself, and the tensor is one whose views
+            the user may not have (:func:`stands_alone`).
     """
     source, name = args[0], func._opname
     if not isinstance(source, ShardTensor) or name not in VIEWS:  # t_(), squeeze_()

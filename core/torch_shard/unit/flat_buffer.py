@@ -444,8 +444,9 @@ class FlatBuffer:
         """Find out who refers to the unsharded parameters beside the engine.
 
         Returns:
-            True if anyone does, except for Python objects that are the unsharded parameters themselves; index and version of
-            the parameters of which autograd has saved the unsharded one, or a view of it; True if such a Python object does.
+            True if anything but the Python objects of the unsharded parameters refers to the full buffer; index and version of
+            each parameter whose unsharded parameter, or a view of it, autograd has saved; True if Python code holds an
+            unsharded parameter itself.
         """
         storage = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
         params, saved, by_python = self.unsharded_params, [], False
@@ -484,10 +485,10 @@ class FlatBuffer:
             move(param, view)
 
     def outdate_saved(self, i: int) -> None:
-        """Make a backward fail that has saved unsharded parameter `i`, or a view of it, if its memory gets other values.
+        """Make every backward that has saved unsharded parameter `i`, or a view of it, fail if its memory is overwritten.
 
-        Call this where ``p.data`` is assigned these. Plain torch leaves saved views as they are, and so does the engine where
-        unsharded parameters have memory of their own.
+        Call this when new values are assigned to ``p.data``. Plain torch leaves saved views as they are, and so does the engine
+        where unsharded parameters have memory of their own.
         """
         if not self.gathers:
             torch.autograd.graph.increment_version(self.unsharded_params[i])

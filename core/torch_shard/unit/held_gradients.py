@@ -29,7 +29,7 @@ def _references(grads: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
 
 @functools.cache
 def least_references(view: bool) -> tuple[int, ...]:
-    """Return the references to a gradient that only autograd refers to. Call it first outside backward, since it runs one."""
+    """Return the reference counts of a gradient that only autograd holds. The first call runs a backward: not inside one."""
     found: list[tuple[int, ...]] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros(1, 1, device="cpu", requires_grad=True)
@@ -40,7 +40,7 @@ def least_references(view: bool) -> tuple[int, ...]:
 
 
 def is_unshared(grads: tuple[torch.Tensor | None, ...]) -> bool:
-    """Return True if only autograd refers to the gradient that it gives a hook of a node. Pass the hook's argument itself."""
+    """Return True if only autograd refers to the gradient that it passes to a node's hook. Pass the hook's argument itself."""
     found = _references(grads)
     return all(map(int.__le__, found, least_references(len(found) > 3)))
 

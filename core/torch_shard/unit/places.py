@@ -22,15 +22,15 @@ class Places(list[tuple[nn.Module, str, "FlatBuffer", int]]):
     """Every attribute that holds a parameter of the unit: module, attribute, flat buffer, and the parameter's index there."""
 
     def refuse_replaced(self, rank: int) -> None:
-        """Raise a ReplacedParameterError if a module holds another parameter than the sharded one. `rank`: for messages."""
+        """Raise a ReplacedParameterError if a module holds a parameter that is not the sharded one. `rank`: for messages."""
         for module, attribute, flat, index in self:
             held: Any = module._parameters.get(attribute)
             if held is not flat.params[index] and not _is_of_functional_call(held):
                 name = flat.layout.slots[index].name
                 raise ReplacedParameterError(
-                    f"rank {rank}: {type(module).__name__}.{attribute} (sharded as {name!r}) holds another parameter than when "
-                    "the model was sharded. Replace or convert layers before shard(), use load_state_dict without assign=True, "
-                    "or close() the engine and shard again."
+                    f"rank {rank}: {type(module).__name__}.{attribute} (sharded as {name!r}) holds a different parameter "
+                    "from the one that was sharded. Replace or convert layers before shard(), use load_state_dict without "
+                    "assign=True, or close() the engine and shard again."
                 )
 
     def put_unsharded(self) -> None:

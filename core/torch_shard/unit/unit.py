@@ -372,7 +372,7 @@ class Unit:
             flat.note_versions()
 
     def refuse_replaced(self) -> None:
-        """Raise a ReplacedParameterError if a module holds another parameter than when the model was sharded.
+        """Raise a ReplacedParameterError if a module holds a parameter that is not the one that was sharded.
 
         The unsharded parameters must not be in the modules.
         """

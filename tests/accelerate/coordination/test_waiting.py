@@ -89,7 +89,7 @@ def test_a_main_process_that_works_alone_is_waited_for_with_a_warning(rank):
         (prepare,) = [line for line in seen if "rank 1 has waited 0.3 s in Accelerator.prepare at" in line]
         assert "tests/accelerate" in prepare and "for ranks [0]" in prepare
         (forward,) = [line for line in seen if "rank 1 has waited 1.5 s in the start of a forward at" in line]
-        assert "tests/accelerate" in forward and "rank 0 waits in no operation of the engine" in forward
+        assert "tests/accelerate" in forward and "rank 0 is not waiting in an operation of the engine" in forward
 
 
 @pytest.mark.exhaustive

@@ -173,8 +173,8 @@ class Partners:
         if outcome == "ahead":
             raise DivergenceError(
                 f"{where}, {after}, but rank {rank} has already made "
-                f"the next one, at {answer['line']}. The values that this rank has are gone there. Read before backward or "
-                "behind the optimizer's step; or on every rank."
+                f"the next one, at {answer['line']}. That rank no longer has the values that this rank would read. Read "
+                "before backward or after the optimizer's step, or on every rank."
             )
         if outcome in ("behind", "stuck"):
             why = f"in {self.seconds:g} s" if outcome == "behind" else "and waits for this rank in something else"
@@ -185,8 +185,8 @@ class Partners:
             )
         if outcome == "unknown":
             raise DivergenceError(
-                f"{where}, and rank {rank} has no such model (any more). Keep the model on every rank until all ranks have "
-                "read it; a copy must have been made on every rank, too."
+                f"{where}, but rank {rank} does not have this model, or no longer has it. Keep the model on every rank until "
+                "all ranks have read it; make copies on every rank, too."
             )
 
 

@@ -223,15 +223,14 @@ class Service:
         return partner in members and issued.get(name, 0) < number
 
     def _whereabouts(self, comparison: int, insist: bool, sure: bool, seen: str, for_partner: bool) -> tuple[str, str]:
-        """Return what the main thread does, for a partner that waits in a comparison, and where it waits.
+        """Return what the main thread does, and where it waits, for a partner that waits in a comparison.
 
-        "here": it has issued that comparison. "away": it has not, and this rank promises to say, when it comes there, that the
-        partner has gone on alone. It promises where the partner insists, where the main thread still waits in the place where
-        the partner has `seen` it, or waits `for_partner` in a collective, and where its script has ended. "waiting": it waits
-        for something else. "busy": it computes.
+        "here": this rank has issued that comparison. "away": it has not, and it has promised that its message there will say
+        that the partner reads alone. It promises if the partner insists, if the main thread still waits where the partner has
+        `seen` it, if it waits in a collective that the partner has not begun (`for_partner`), if its script has ended, or,
+        unless `sure`, if it has promised before. "waiting": the main thread waits for something else. "busy": it computes.
 
-        If the partner has to be `sure`, a wait for another rank in one of the engine's collectives is none in which the main
-        thread will stay.
+        With `sure`, a wait in one of the engine's own collectives counts as "busy", because the main thread will not stay there.
         """
         place = self._waits_in()
         if sure and place.startswith("torch_shard."):

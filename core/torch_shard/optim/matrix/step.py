@@ -176,8 +176,8 @@ class MatrixStep(StepBackend):
         if left and self._left_at is None:
             raise ShardError(
                 f"rank {self.runtimes[0].collectives.world_rank}: {self._name}.step() ended early on rank(s) "
-                f"{', '.join(map(str, sorted(left)))}, see the error there. Parameters that they own may be as before the step, "
-                "the others are stepped; go on from a checkpoint."
+                f"{', '.join(map(str, sorted(left)))}; see the error there. Parameters that these ranks own may be unchanged, "
+                "and all others have been stepped. Go on from a checkpoint."
             )
 
     def _abandon(self) -> None:
