@@ -132,13 +132,13 @@ class _Writing:
             if path.is_file():
                 make_durable(path)
         commit(self.saving, self.target, keep_others)
-        self.saving.remove()
+        self.saving.close()
         directory_names.prune(self.accelerator, self.target)
 
     def remove(self) -> None:
         """Delete what was written. Does nothing but on rank 0."""
         if self.saving is not None:
-            self.saving.remove()
+            self.saving.close()
 
     def _write_small(self) -> None:
         self.ranks.each(lambda: small_objects.write(self.accelerator, self.beside))

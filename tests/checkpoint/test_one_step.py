@@ -80,7 +80,7 @@ def test_without_an_exchange_in_one_step_the_old_one_steps_aside(tmp_path, monke
         saving = Saving.begin(tmp_path / "c", nonce)
         (saving.path / "manifest.json").write_text(text)
         commit(saving, tmp_path / "c")
-        saving.remove()
+        saving.close()
         assert (find(tmp_path / "c") / "manifest.json").read_text() == text
         assert files_of(tmp_path) == ["c"]
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout.rank_topology import Topology
+from ..utils.autograd_private import outside_saved_tensors_hooks
 from ..utils.profiled_ranges import profiling, started
 from ..versions import counts_references
 from . import process_group_ops
@@ -177,7 +178,7 @@ class Collectives:
         return None if self.reduce_stream is None else self.streams.record(self.reduce_stream)
 
     def _start(
-        self, channel: Channel, what: str, stream: Any, buffers: Any, operation: Callable[..., Any], *args: Any
+        self, channel: Channel, what: str, stream: Any, operation: Callable[..., Any], *args: Any, keeps: Any = None
     ) -> Pending:
         """Start a collective on the group of `channel`, and return the collective in flight.
 
@@ -185,9 +186,9 @@ class Collectives:
             channel: the channel, which counts the collective.
             what: the name of the operation, for error messages.
             stream: the current stream, on which the collective runs; None on the CPU.
-            buffers: the tensors that it reads and writes.
             operation: a function of :mod:`.process_group_ops`.
             args: the arguments of `operation` after the group.
+            keeps: a buffer over whose memory `args` has views that don't keep it alive.
 
         Raises:
             DivergenceError: see :meth:`.work.Channel.count`.
@@ -197,9 +198,9 @@ class Collectives:
         try:
             if profiling():
                 with started(what):
-                    work = operation(channel.group, *args)
+                    work = outside_saved_tensors_hooks(operation, channel.group, *args)
             else:
-                work = operation(channel.group, *args)
+                work = outside_saved_tensors_hooks(operation, channel.group, *args)
         except dist.DistBackendError as error:
             raise_if_lost(self.watchdog, channel, what, error)
             raise
@@ -209,7 +210,7 @@ class Collectives:
             event = self.streams.record(stream)
             work = OnStream(event)
         # A backward that fails drops its reductions, but the buffers that they still read and write must live.
-        channel.groups.buffers[work] = buffers, args
+        channel.groups.buffers[work] = keeps, args
         return Pending(self.watchdog, channel, number, what, work, event, self.streams)
 
     # -- parameters ---------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class Collectives:
         assert channel is not None
         self.bytes_sent += sum((self.size - 1) * shard.nbytes for shard in sent)
         operation, stream = process_group_ops.all_gather_coalesced, self.gather_stream
-        return self._start(channel, what, stream, full, operation, full, sent, stream is not None)
+        return self._start(channel, what, stream, operation, full, sent, stream is not None)
 
     def secondary_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's secondary shard: the part of a gathered buffer that it keeps between forward and backward."""
@@ -274,9 +275,10 @@ class Collectives:
             own = slots[channel.members.index(self.world_rank)]
             if sent.data_ptr() != own.data_ptr():
                 own.copy_(sent)
-            return self._start(channel, what, None, full, process_group_ops.broadcast_each, slots)
+            return self._start(channel, what, None, process_group_ops.broadcast_each, slots)
         into, stream = _unowned_bytes(full) if self._sends_bytes else full, self.gather_stream
-        return self._start(channel, what, stream, full, process_group_ops.all_gather, into, sent, stream is not None)
+        operation = process_group_ops.all_gather
+        return self._start(channel, what, stream, operation, into, sent, stream is not None, keeps=full)
 
     # -- gradients ----------------------------------------------------------------------------------------------
     def expect(self, buffers: Sequence[tuple[int, torch.dtype]]) -> None:
@@ -339,13 +341,13 @@ class Collectives:
             else:
                 received = torch.empty(grad.numel() // self.size, dtype=grad.dtype, device=grad.device)
                 operation = partial(process_group_ops.reduce_scatter, on_stream=stream is not None, mean=mean)
-            pending = self._start(channel, what, stream, (grad, received), operation, received, grad)
-            inter_replica = f"{what}, between replicas"
-            if self.replica_channel is not None and self.reduce_stream is not None:
+            pending = self._start(channel, what, stream, operation, received, grad)
+            inter_replica = "" if self.replica_channel is None else f"{what}, between replicas"
+            if inter_replica and self.reduce_stream is not None:
                 # The streams order both collectives, so the host need not wait for the reduce-scatter.
                 pending = self.followed(pending, self.all_reduce_between_replicas(received, inter_replica, mean))
             reduction = Reduction(self, grad, received, pending, begun, streams)
-            if self.replica_channel is not None and self.reduce_stream is None:
+            if inter_replica and self.reduce_stream is None:
                 reduction.queue_inter_replica(inter_replica)
             return reduction
 
@@ -357,8 +359,7 @@ class Collectives:
         sent = 2 * tensor.nbytes * (ranks - 1) // ranks
         self.bytes_sent += sent
         self.bytes_sent_across += sent
-        operation = process_group_ops.all_reduce
-        return self._start(channel, what, stream, tensor, operation, tensor, stream is not None, mean)
+        return self._start(channel, what, stream, process_group_ops.all_reduce, tensor, stream is not None, mean)
 
     def all_reduce_between_replicas(self, own: torch.Tensor, what: str, mean: bool = False) -> Pending:
         """Begin to sum this rank's shard, 1-D, with the same shard of the other replicas, in place. Call under `reducing()`."""
@@ -401,8 +402,7 @@ class Collectives:
             return Pending(self.watchdog, channel, channel.count(), what, None)
         with self._on(self.reduce_stream):
             stream, operation, sizes = self.reduce_stream, process_group_ops.all_to_all, (received_sizes, sent_sizes)
-            buffers = sent, received
-            return self._start(channel, what, stream, buffers, operation, received, sent, sizes, stream is not None)
+            return self._start(channel, what, stream, operation, received, sent, sizes, stream is not None)
 
     # -- from one rank to others --------------------------------------------------------------------------------
     def broadcast(

@@ -35,8 +35,8 @@ class CommHook:
         collectives: Collectives,
         grad: torch.Tensor,
         dtype: torch.dtype,
-        narrow: bool = False,
-        streams: Sequence[Any] = (),
+        narrow: bool,
+        streams: Sequence[Any],
     ) -> Reduction:
         """Call the hook with this rank's own gradients of a unit, and return the reduction.
 

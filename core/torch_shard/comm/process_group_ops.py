@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..utils.autograd_private import outside_saved_tensors_hooks
 from ..versions import at_least
 from .work import Works
 
@@ -58,7 +57,7 @@ def _real(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
 def all_gather(group: Any, output: torch.Tensor, sent: torch.Tensor, on_stream: bool = False) -> Any:
     """Fill `output` with the ranks' `sent`, in the order of the ranks. Both tensors must be contiguous."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    return outside_saved_tensors_hooks(getattr(group, _ALL_GATHER), *_real(output, sent), options)
+    return getattr(group, _ALL_GATHER)(*_real(output, sent), options)
 
 
 def all_gather_coalesced(
@@ -66,20 +65,13 @@ def all_gather_coalesced(
 ) -> Any:
     """Fill each of `outputs` as :func:`all_gather` does, in one launch. Their dtypes may differ."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    operation = getattr(group, _ALL_GATHER_COALESCED)
-    pairs = [_real(*pair) for pair in zip(outputs, sent, strict=True)]
-    return outside_saved_tensors_hooks(
-        operation, [output for output, _ in pairs], [shard for _, shard in pairs], options
-    )
+    into, shards = map(list, zip(*map(_real, outputs, sent), strict=True))
+    return getattr(group, _ALL_GATHER_COALESCED)(into, shards, options)
 
 
 def broadcast_each(group: Any, slots: Sequence[torch.Tensor]) -> Works:
     """Overwrite each of `slots`, one for each rank, with the tensor of that rank."""
-    works = [
-        outside_saved_tensors_hooks(group.broadcast, list(_real(slot)), _options("BroadcastOptions", i))
-        for i, slot in enumerate(slots)
-    ]
-    return Works(works)
+    return Works([group.broadcast(list(_real(slot)), _options("BroadcastOptions", i)) for i, slot in enumerate(slots)])
 
 
 def reduce_scatter(
@@ -87,7 +79,7 @@ def reduce_scatter(
 ) -> Any:
     """Fill `output` with this rank's shard of the sum or the `mean` of all `sent`. Both tensors must be contiguous."""
     options = _options("ReduceScatterOptions", on_stream=on_stream, mean=mean)
-    return outside_saved_tensors_hooks(getattr(group, _REDUCE_SCATTER), *_real(output, sent), options)
+    return getattr(group, _REDUCE_SCATTER)(*_real(output, sent), options)
 
 
 def all_to_all(
@@ -102,10 +94,10 @@ def all_to_all(
     `sizes` are those of the parts received and of the parts sent, by rank; equal ones by default.
     """
     options = _options("AllToAllOptions", on_stream=on_stream)
-    return outside_saved_tensors_hooks(getattr(group, _ALL_TO_ALL), *_real(output, sent), *sizes, options)
+    return getattr(group, _ALL_TO_ALL)(*_real(output, sent), *sizes, options)
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, on_stream: bool = False, mean: bool = False) -> Any:
     """Replace `tensor` with the sum or the `mean` of all ranks' tensors."""
     options = _options("AllreduceOptions", on_stream=on_stream, mean=mean)
-    return outside_saved_tensors_hooks(group.allreduce, list(_real(tensor)), options)
+    return group.allreduce(list(_real(tensor)), options)

@@ -18,11 +18,9 @@ class UnknownStep(Protocol):
 
     def runs(self) -> bool:
         """Return True while such a step runs."""
-        ...
 
     def refuse(self, message: str) -> str:
         """Return `message`, the text of an error about an operation that shards can't do, and add whose operation it was."""
-        ...
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}

@@ -185,8 +185,7 @@ def source_of(engine: Engine, path: tuple[str, ...], prefix: str) -> Source:
 
 def parameters_loaded(engine: Engine) -> None:
     """Forget what was computed with the parameters that a load has replaced. Not collective; call it on all ranks."""
-    engine._runtime.parameters_changed()
-    engine._runtime.forget_residuals()
+    engine._runtime.parameters_loaded()
 
 
 def mismatches_by_name(engine: Engine, optimizer: Any, names: dict[int, str], given: Mapping[str, Any]) -> Mismatches:

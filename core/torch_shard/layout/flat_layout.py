@@ -135,11 +135,8 @@ class FlatLayout:
         slots = []
         end = 0
         for meta in metas:
-            shape, stride = tuple(meta.shape), tuple(meta.stride)
-            numel = math.prod(shape)
-            offset = _round_up(end, align)
-            order = _memory_order(ParamMeta(meta.name, shape, stride))
-            slots.append(Slot(meta.name, shape, stride, offset, numel, order))
+            offset, numel = _round_up(end, align), math.prod(meta.shape)
+            slots.append(Slot(*meta, offset, numel, _memory_order(meta)))
             end = offset + numel
         shard_numel = _round_up(-(-end // world_size), align)
         return cls(tuple(slots), itemsize, world_size, shard_numel * world_size, shard_numel)

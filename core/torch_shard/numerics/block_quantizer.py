@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layout.flat_layout import ALIGNMENT
+from ..layout.flat_layout import aligned
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -50,7 +50,7 @@ class BlockQuantizer(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of a payload."""
-        return -(-(self.blocks * self.wide.itemsize + self.numel) // ALIGNMENT) * ALIGNMENT
+        return aligned(self.blocks * self.wide.itemsize + self.numel)
 
     def encode(self, values: torch.Tensor, payloads: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Encode rows of values.

@@ -132,12 +132,6 @@ class Host:
             return self.disk.allocate(f"parameters {name}", numel, dtype)
         return self.empty(numel, dtype)
 
-    def copied(self, values: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a copy of a shard, 1-D, in memory of its own."""
-        made = self.empty_shard(values.numel(), values.dtype, name)
-        made.copy_(values)
-        return made
-
     # -- from the device ------------------------------------------------------------------------------------------
     def leaving(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the stream of copies to host memory, which then waits for what the current stream was given so far."""

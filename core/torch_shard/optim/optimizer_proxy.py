@@ -155,15 +155,6 @@ class Session:
         else:
             self.backend.zero_grad(stepped, users)
 
-    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure, with a pause of this step before it."""
-
-        def run() -> Any:
-            self.pause()
-            return closure()
-
-        return run
-
 
 class ParamGroups(list[dict[str, Any]]):
     """The groups that a step goes through, which tell the backend where the step is."""

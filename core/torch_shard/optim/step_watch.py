@@ -143,18 +143,27 @@ class StepWatch:
         for held in runtimes:
             held.await_votes()
         refuse_offloaded(optimizer, runtimes, kind)
-        between = functools.partial(_between_changes, runtimes)
+
+        def pause() -> None:  # the closure of a step runs forward and backward, which change no parameters
+            for held in runtimes:
+                held.versions.pause_change()
+
+        def resume() -> None:
+            for held in runtimes:
+                held.versions.begin_change()
+
         if kind is None:
-            changed = _replaced(*self._step_on_shards(optimizer, args, kwargs, runtimes), between)
+            changed = _replaced(*self._step_on_shards(optimizer, args, kwargs, runtimes), before=pause, after=resume)
         else:  # a step on full matrices is refused on all ranks together
             # The proxy's pause comes first, which still writes to the shards.
-            changed = self._step_on_proxy(optimizer, *_replaced(args, kwargs, between), runtimes, kind, function)
+            args, kwargs = _replaced(args, kwargs, before=pause, after=resume)
+            changed = self._step_on_proxy(optimizer, args, kwargs, runtimes, kind, function)
         for outer in reversed(list(steps_on_stack(frame))):
             if isinstance(outer, OptimizerProxy) and any(held in runtimes for held in outer._session.backend.runtimes):
                 outer._session.pause()
         for held in runtimes:
             held.served.add(optimizer)
-            held.versions.begin_change()
+        resume()
         return changed
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -246,7 +255,7 @@ class StepWatch:
         if isinstance(backend, HostStep):
             backend.units.function = function.__wrapped__ if getattr(function, "hooked", False) else function
         proxy, session = proxy_of(optimizer, backend, self._classes)
-        args, kwargs = _replaced(args, kwargs, session.around)
+        args, kwargs = _replaced(args, kwargs, before=session.pause)
         return (proxy, *args[1:]), kwargs
 
     def _step_on_shards(self, optimizer: Any, args: Any, kwargs: Any, runtimes: list[Runtime]) -> _Arguments:
@@ -255,14 +264,6 @@ class StepWatch:
         def check() -> None:
             for runtime in runtimes:
                 refuse_unreduced(optimizer, runtime)
-
-        def around(closure: Callable[[], Any]) -> Callable[[], Any]:
-            def run() -> Any:
-                result = closure()
-                check()
-                return result
-
-            return run
 
         for runtime in runtimes:
             refuse_without_rounding(optimizer, runtime)
@@ -276,7 +277,7 @@ class StepWatch:
             runtime.collectives.scalar.unknown_step = self._unknown
         _hook_bases(type(optimizer))
         self._unknown.begin(optimizer)
-        return _replaced(args, kwargs, around)
+        return _replaced(args, kwargs, after=check)
 
     # -- during backward --------------------------------------------------------------------------------------------
     def step_in_backward(self, optimizer: Any) -> None:
@@ -340,20 +341,6 @@ def _note_params(optimizer: Any) -> None:
             runtime.versions.note_optimizer(p._spec.name for p in own)
 
 
-def _between_changes(runtimes: list[Runtime], closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure of an optimizer's step in which parameters are not being changed: it runs forward and backward."""
-
-    def run() -> Any:
-        for runtime in runtimes:
-            runtime.versions.pause_change()
-        result = closure()
-        for runtime in runtimes:
-            runtime.versions.begin_change()
-        return result
-
-    return run
-
-
 @functools.cache
 def _watch_steps() -> None:
     """Have torch tell the open engines of each optimizer's step; once, for the life of the process.
@@ -409,14 +396,23 @@ def _closure(args: Any, kwargs: Any) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
-def _replaced(args: Any, kwargs: Any, around: Callable[[Any], Any]) -> _Arguments:
-    """Return the arguments of a step with ``around(closure)`` in place of its closure, if there is one."""
+def _replaced(
+    args: Any, kwargs: Any, *, before: Callable[[], None] = lambda: None, after: Callable[[], None] = lambda: None
+) -> _Arguments:
+    """Return the arguments of a step with calls of `before` and `after` around its closure, if there is one."""
     closure = _closure(args, kwargs)
     if closure is None:
         return args, kwargs
+
+    def run() -> Any:
+        before()
+        result = closure()
+        after()
+        return result
+
     if "closure" in kwargs:
-        return args, {**kwargs, "closure": around(closure)}
-    return (args[0], around(closure), *args[2:]), kwargs
+        return args, {**kwargs, "closure": run}
+    return (args[0], run, *args[2:]), kwargs
 
 
 def _suits(backend: StepBackend, kind: Kind, runtimes: list[Runtime]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import weakref
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,8 @@ def install(runtime: Runtime) -> None:
             given.arguments["inputs"] = _with_unsharded(given.arguments["inputs"])
         if graph_task() != -1:  # inside another backward, for which the runtimes are prepared
             if sys._getframe(1).f_code is CheckpointFunction.backward.__code__:
-                for runtime in sorted(_runtimes, key=_number):  # they end in this order, which is that of all ranks
+                # They end in this order, which is that of all ranks.
+                for runtime in sorted(_runtimes, key=operator.attrgetter("operations.number")):
                     runtime.backwards.begin_nested()
             return original(*given.args, **given.kwargs)
         with contextlib.ExitStack() as stack:
@@ -60,10 +62,6 @@ def install(runtime: Runtime) -> None:
 
     backward._torch_shard = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward  # type: ignore[assignment]
-
-
-def _number(runtime: Runtime) -> int:
-    return runtime.operations.number
 
 
 def _with_unsharded(inputs: Any) -> Any:

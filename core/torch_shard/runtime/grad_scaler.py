@@ -16,16 +16,8 @@ import torch
 
 from ..utils.pytree import tensors_in
 
-
-class _Task:
-    """A mark for one backward, to which autograd's graph task alone refers."""
-
-    def __call__(self) -> None:
-        pass
-
-
 # One for each running backward of a scaled loss. Autograd's graph task keeps it alive, so it goes when that backward ends.
-_tasks: weakref.WeakSet[_Task] = weakref.WeakSet()
+_tasks: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_running() -> bool:
@@ -60,6 +52,8 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begins(grad: torch.Tensor) -> None:
-    task = _Task()
+    def task() -> None:
+        """Mark one backward; autograd's graph task alone refers to it."""
+
     _tasks.add(task)
     torch.autograd.Variable._execution_engine.queue_callback(task)

@@ -19,34 +19,29 @@ if TYPE_CHECKING:
     from ..unit.unit import Unit
 
 
+def _is_wide_float(tensor: torch.Tensor) -> bool:
+    """Return True for a floating-point tensor of at least 16 bits that is not sharded."""
+    return not isinstance(tensor, ShardTensor) and tensor.is_floating_point() and tensor.element_size() > 1
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return `value` with its floating-point tensors in `dtype`; a container in which something changes is copied.
 
     This looks into tuples, lists, dicts and dataclasses. Other objects (a cache that the forward fills, say) stay as they are.
     """
-
-    def to_dtype(tensor: torch.Tensor) -> torch.Tensor:
-        plain = not isinstance(tensor, ShardTensor) and tensor.is_floating_point() and tensor.element_size() > 1
-        return tensor.to(dtype) if plain else tensor
-
-    return map_tensors(value, to_dtype)
+    return map_tensors(value, lambda t: t.to(dtype) if _is_wide_float(t) else t)
 
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return `value` with tensors that are on the CPU moved to `device`; looks into the same containers as :func:`cast`."""
-
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        plain = not isinstance(tensor, ShardTensor) and tensor.device.type == "cpu"
-        # Without `non_blocking`: the program may write to page-locked memory of its own as soon as the forward returns.
-        return tensor.to(device) if plain else tensor
-
-    return map_tensors(value, to_device)
+    # Without `non_blocking`: the program may write to page-locked memory of its own as soon as the forward returns.
+    return map_tensors(value, lambda t: t if isinstance(t, ShardTensor) or t.device.type != "cpu" else t.to(device))
 
 
 def cast_outputs(value: Any, dtype: torch.dtype) -> Any:
     """Return `value`, the result of a forward, with its floating-point tensors in `dtype`; looks into every object."""
-    found = [t for t in tensors_in(value) if t.is_floating_point() and t.element_size() > 1 and t.dtype != dtype]
-    return replace(value, {id(t): t.to(dtype) for t in found if not isinstance(t, ShardTensor)}) if found else value
+    found = {id(t): t.to(dtype) for t in tensors_in(value) if _is_wide_float(t) and t.dtype != dtype}
+    return replace(value, found) if found else value
 
 
 def cast_inputs(

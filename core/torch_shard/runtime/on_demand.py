@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ..comm.work import caller_line
 from ..errors import DivergenceError, UnitStateError
 from ..schedule.unit_state import State
-from ..shard_tensor.dtensor_classes import gathered_parameter
 from ..shard_tensor.function_call import FunctionCall
 from ..shard_tensor.function_sets import SCALARS, creates, exposes_memory, initialises
 from ..shard_tensor.spec import gather_error
@@ -160,7 +158,7 @@ class OnDemand:
         if full is flat.shard:
             full = full.clone()
         self._uses.append(_Stored(flat, index, full, edits))
-        return flat.parameter_over(full, index)
+        return flat.parameter_over(flat.view(full, index), index)
 
     @contextlib.contextmanager
     def alone(
@@ -220,8 +218,7 @@ class OnDemand:
         assert self.runtime.reading is not None
         full = read_parameter(flat, index, self.runtime.reading)
         self._uses.append(_Stored(flat, index, full, alone=True))
-        placed = flat.placed[index]
-        param = nn.Parameter(full, requires_grad=False) if placed is None else gathered_parameter(placed, full)
+        param = flat.parameter_over(full, index)
         return self._without_backward(param, flat, index) if recording else param
 
     def _without_backward(self, full: torch.Tensor, flat: FlatBuffer, index: int) -> torch.Tensor:

@@ -258,8 +258,9 @@ class Runtime:
         if graph_task() == -1 and not self.forwards.depth:
             self.schedule.values_changed()
 
-    def forget_residuals(self) -> None:
-        """Drop the error feedback of quantized gradients, which belongs to other values once parameters were loaded."""
+    def parameters_loaded(self) -> None:
+        """Do as :meth:`parameters_changed`, and drop the error feedback of quantized gradients: it belongs to other values."""
+        self.parameters_changed()
         for flat in self.flats:
             if flat.gradients.quantized is not None:
                 flat.gradients.quantized.forget()

@@ -31,11 +31,8 @@ def groups_of(unit: UnitPlan, size: int, placed: Mapping[str, Placed | None]) ->
 
     def meta(info: ParamInfo) -> ParamMeta:
         own = placed[info.name]
-        return (
-            ParamMeta(info.name, info.shape, info.stride)
-            if own is None
-            else ParamMeta(info.name, own.sizes, own.own_stride)
-        )
+        shape, stride = (info.shape, info.stride) if own is None else (own.sizes, own.own_stride)
+        return ParamMeta(info.name, shape, stride)
 
     return [
         (list(infos), FlatLayout.build(map(meta, infos), infos[0].dtypes.smallest, size)) for infos in unit.flat_buffers

@@ -107,7 +107,7 @@ class GatherFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _MeanShard.apply(grad, ctx.spec, ctx.spec.comm.data_parallel)
+        return _MeanShard.apply(grad, ctx.spec)
 
 
 class _MeanShard(torch.autograd.Function):
@@ -118,12 +118,12 @@ class _MeanShard(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, full: torch.Tensor, spec: ShardSpec, data_parallel: Any) -> Any:
-        return ShardTensor.from_full(mean_over_ranks(full, spec, data_parallel), spec)
+    def forward(ctx: Any, full: torch.Tensor, spec: ShardSpec) -> Any:
+        return ShardTensor.from_full(mean_over_ranks(full, spec, spec.comm.data_parallel), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        return GatherFull.apply(grad), None, None
+        return GatherFull.apply(grad), None
 
 
 # -- torch.autograd.grad ----------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _local(value: Any, spec: ShardSpec, func: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 and func._opname in _FILLS:
             return value  # is not promoted, and must stay 0-dim
-        local = broadcast_shard(value, spec, str(func))
+        local = broadcast_shard(value, spec, func)
         # For type promotion a 0-dim parameter and a 0-dim plain operand are equals. The parameter's shard is 1-D, so the
         # operand is made 1-D, too.
         return local.expand(spec.length) if local.dim() == 0 and not spec.shape else local

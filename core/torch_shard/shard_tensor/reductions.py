@@ -143,7 +143,7 @@ def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     if not same_cut(specs[0], specs[-1]):
         raise gather_error(pair, func, "needs both cut alike, and they are not")
     spec = specs[0]
-    shards = [t._local if isinstance(t, ShardTensor) else broadcast_shard(t, spec, str(func)) for t in pair]
+    shards = [t._local if isinstance(t, ShardTensor) else broadcast_shard(t, spec, func) for t in pair]
     same = torch.tensor(func(*shards, *args[2:], **kwargs), device=shards[0].device)
     return bool(_extreme_of(same, False, spec, func)) if spec.numel else True
 

@@ -194,7 +194,7 @@ def shard_of_part(full: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def broadcast_shard(operand: torch.Tensor, spec: ShardSpec, what: str) -> torch.Tensor:
+def broadcast_shard(operand: torch.Tensor, spec: ShardSpec, what: Any) -> torch.Tensor:
     """Return this rank's shard of a plain operand that is broadcast to the parameter's global shape.
 
     A 0-dim operand is returned as it is, so that it takes part in type promotion as in plain torch.

@@ -252,8 +252,7 @@ def load_state_dict(model: nn.Module, runtime: Runtime, state_dict: Mapping[str,
     except Exception as problem:  # a module's own hook, or what it keeps in get_extra_state
         error = failed_module(f"rank {runtime.collectives.world_rank}: {what}", problem)
         error.__cause__ = problem
-    runtime.parameters_changed()
-    runtime.forget_residuals()
+    runtime.parameters_loaded()
     agree(runtime, what, None, error)
     return result
 

@@ -180,8 +180,8 @@ class FlatBuffer:
 
     def copy_for(self, unit: Unit) -> FlatBuffer:
         """Return a flat buffer of `unit`, a copy of this one's unit, with the same values and settings."""
-        shard = self.shard.detach()
-        shard = shard.clone() if unit.host is None else unit.host.copied(shard, unit.name)
+        shard, host = self.shard.detach(), unit.host
+        shard = shard.clone() if host is None else host.empty_shard(shard.numel(), shard.dtype, unit.name).copy_(shard)
         twin = FlatBuffer(self.layout, self.dtypes, shard, unit, self.placed)
         twin.rounding = copy.copy(self.rounding)
         return twin
@@ -202,10 +202,10 @@ class FlatBuffer:
         """
         return slot_view(flat, self.layout.slots[index])
 
-    def parameter_over(self, flat: torch.Tensor, index: int) -> nn.Parameter:
-        """Return :meth:`view` as an ``nn.Parameter``, which is a DTensor where the user's parameter was one."""
-        placed, view = self.placed[index], self.view(flat, index).data
-        return nn.Parameter(view, requires_grad=False) if placed is None else gathered_parameter(placed, view)
+    def parameter_over(self, values: torch.Tensor, index: int) -> nn.Parameter:
+        """Return `values`, of the shape of :meth:`view`, as an ``nn.Parameter``; a DTensor where the user's parameter was one."""
+        placed, values = self.placed[index], values.data
+        return nn.Parameter(values, requires_grad=False) if placed is None else gathered_parameter(placed, values)
 
     def as_given(self, values: torch.Tensor, index: int) -> torch.Tensor:
         """Return `values`, of the shape of :meth:`view`, as a DTensor where parameter `index` was one."""

@@ -135,15 +135,14 @@ class GradientBuffer:
         return [own, own] if self.quantized is None else [own, *self.quantized.buffers]
 
     def _open(self) -> torch.Tensor:
-        """Return `flat`, allocated if need be."""
-        if self.flat is None:
-            if self.host is not None:
-                self.host.host.make_room()
-            self._narrow = self.collectives.data_parallel_size == 1 and widens(self.opens, self.dtypes.grad)
-            self.flat = self._taken(self.opens)
-            if self._on_device:
-                self._streams.add(self.collectives.streams.current())  # `flat` was allocated on this stream
-        return self.flat
+        """Allocate `flat`, and return it."""
+        if self.host is not None:
+            self.host.host.make_room()
+        self._narrow = self.collectives.data_parallel_size == 1 and widens(self.opens, self.dtypes.grad)
+        self.flat = flat = self._taken(self.opens)
+        if self._on_device:
+            self._streams.add(self.collectives.streams.current())  # `flat` was allocated on this stream
+        return flat
 
     def _taken(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a buffer of `dtype`, and keep its views."""
@@ -346,7 +345,7 @@ class GradientBuffer:
         """Return for each parameter 0, EXPECTED or ARRIVED; the ranks compare these, and the largest of any rank counts."""
         # `deferred`: gradients of earlier backwards may have been sent already, with the rest of their unit.
         states = zip(self.expected, self.arrived, self.unreduced, self.deferred, strict=True)
-        return [ARRIVED if True in has else expected for expected, *has in states]
+        return [ARRIVED if arrived or held or kept else expected for expected, arrived, held, kept in states]
 
     def publish(self, arrivals: list[int]) -> list[int]:
         """Make the reduced shards the gradients of the parameters that `arrivals`, as the ranks have agreed, call ARRIVED.

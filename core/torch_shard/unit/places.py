@@ -48,10 +48,11 @@ class Places(list[tuple[nn.Module, str, "FlatBuffer", int]]):
         """Put the sharded parameters back, with the attributes that a forward has set on the unsharded ones."""
         for module, attribute, flat, index in self:
             slots: dict[str, Any] = module._parameters
-            if slots.get(attribute) is flat.unsharded_params[index]:
+            unsharded = flat.unsharded_params[index]
+            if slots.get(attribute) is unsharded:
                 slots[attribute] = flat.params[index]
-                if len(flat.unsharded_params[index].__dict__) > 1:  # forward has set attributes beside `_place`
-                    copy_attributes(flat.unsharded_params[index], flat.params[index])
+                if len(unsharded.__dict__) > 1:  # forward has set attributes beside `_place`
+                    copy_attributes(unsharded, flat.params[index])
         self._rebuild_rnns()
 
     def exchange(self, chosen: Mapping[FlatBuffer, list[nn.Parameter]]) -> None:

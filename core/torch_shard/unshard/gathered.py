@@ -87,7 +87,7 @@ def _within(runtime: Runtime, units: list[Unit], request: Request) -> Iterator[N
     finally:
         runtime.solo -= solo
         for entry in reversed(entered):
-            _leave(runtime, entry)
+            _leave(entry)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _copy(entry: GatheredUnit) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if entry.overlay or full is flat.shard or full.device != device:
                 full = full.to(device, copy=True)
-            params = [flat.parameter_over(full, i) for i in range(len(flat.params))]
+            params = [flat.parameter_over(flat.view(full, i), i) for i in range(len(flat.params))]
         with torch._C.DisableTorchFunctionSubclass():
             for like, param in zip(likes, params, strict=True):
                 param.requires_grad_(like.requires_grad)
@@ -360,7 +360,7 @@ def _refuse_backward(entry: GatheredUnit) -> None:
 # -- leaving ----------------------------------------------------------------------------------------------------------
 
 
-def _leave(runtime: Runtime, entry: GatheredUnit) -> None:
+def _leave(entry: GatheredUnit) -> None:
     unit = entry.unit
     unit.gathered_calls.remove(entry)
     if entry.in_place:  # copies keep the hooks: a graph over copies is refused outside as well

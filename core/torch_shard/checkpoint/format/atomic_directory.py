@@ -74,7 +74,7 @@ class Saving:
         path.mkdir()
         return cls(path)
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Delete the directory: an incomplete checkpoint, or, after a commit, what was at the target before."""
         _delete(self.path)
 

@@ -55,8 +55,7 @@ def load_full(
     each(runtime, what, work.verify, nonce=f"{nonce}/verify")
     each(runtime, what, work.load_model, nonce=f"{nonce}/model")
     runtime.versions.restart()
-    runtime.parameters_changed()
-    runtime.forget_residuals()
+    runtime.parameters_loaded()
     each(runtime, what, work.load_optimizers, nonce=f"{nonce}/optimizers")
     return work.extra
 

@@ -53,7 +53,7 @@ def torch_output(target: Path, nonce: str, structure: Any) -> Iterator[Output]:
     Raises:
         CheckpointError: `target` is a directory, or `structure` holds objects that could not be loaded again.
     """
-    with hidden_directory(target, nonce, _refuse_directory) as saving:
+    with contextlib.closing(Saving.begin(target, nonce, _refuse_directory)) as saving:
         writer = TorchFileWriter(saving.path / target.name, structure)
 
         def finish() -> None:
@@ -83,7 +83,8 @@ def safetensors_output(
         UnavailableError: the safetensors library is not installed.
     """
     single = target.name if target.suffix == ".safetensors" else None
-    with hidden_directory(target, nonce, _refuse_to_lose if single is None else _refuse_directory) as saving:
+    refuse = _refuse_to_lose if single is None else _refuse_directory
+    with contextlib.closing(Saving.begin(target, nonce, refuse)) as saving:
         writer = SafetensorsWriter(saving.path, entries, tied=tied, max_shard_size=max_shard_size, single=single)
 
         def finish() -> None:
@@ -92,22 +93,9 @@ def safetensors_output(
                 swap(saving.path / single, target)
             else:
                 commit(saving, target, _keep_others)
-                saving.remove()  # here, while the other ranks wait
+                saving.close()  # here, while the other ranks wait
 
         yield Output(writer.write, finish)
-
-
-@contextlib.contextmanager
-def hidden_directory(target: Path, nonce: str, refuse: Callable[[Path], None] | None = None) -> Iterator[Saving]:
-    """Make a hidden directory beside the target, and remove it in the end, with what the commit has left there.
-
-    The arguments are those of :meth:`~..format.atomic_directory.Saving.begin`.
-    """
-    saving = Saving.begin(target, nonce, refuse)
-    try:
-        yield saving
-    finally:
-        saving.remove()
 
 
 # -- what is at the target --------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def tree_of(checkpoint: Checkpoint) -> dict[Any, Any]:
     for name in dict.fromkeys([*(name for name in paths if name in entries), *entries]):
         leaf = _leaf(checkpoint, name)
         try:
-            _place(tree, tuple(paths[name]) if name in paths else _path(name), leaf)
+            place(tree, tuple(paths[name]) if name in paths else _path(name), leaf)
         except (AttributeError, IndexError, TypeError):  # two entries claim one place
             tree[name] = leaf
     return tree
@@ -114,7 +114,7 @@ def _leaf(checkpoint: Checkpoint, name: str) -> Stored | StoredObject:
     return Stored(name, found.size, found.properties.dtype, complete or name, files, read)
 
 
-def _place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+def place(root: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
     """Put a value into nested dicts and lists, which are made as needed: a number in a path is a place in a list."""
     holder: Any = root
     for key, after in zip(path, (*path[1:], None), strict=True):
@@ -385,7 +385,7 @@ def optimizer_of(tree: dict[Any, Any], names: Container[str]) -> SavedOptimizer:
                 if isinstance(own, dict):
                     found.state[str(name)] = own
                 elif parameter in names:
-                    _place(found.state.setdefault(parameter, {}), path, own)
+                    place(found.state.setdefault(parameter, {}), path, own)
                 else:
                     found.unknown[name] = own
         elif key == "param_groups" and isinstance(value, dict):
@@ -395,9 +395,9 @@ def optimizer_of(tree: dict[Any, Any], names: Container[str]) -> SavedOptimizer:
         elif rest and kind in ("state", "param_groups"):
             number, _, setting = rest.partition(".")
             if kind == "param_groups" and number.isdecimal() and number not in names:
-                _place(by_number.setdefault(number, {}), tuple(setting.split(".")), value)
+                place(by_number.setdefault(number, {}), tuple(setting.split(".")), value)
                 continue
             parameter, path = _split_name(rest, names)
-            _place((found.state if kind == "state" else found.of_parameter).setdefault(parameter, {}), path, value)
+            place((found.state if kind == "state" else found.of_parameter).setdefault(parameter, {}), path, value)
     found.groups += [by_number[number] for number in sorted(by_number, key=int)]
     return found

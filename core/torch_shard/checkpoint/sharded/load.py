@@ -195,8 +195,7 @@ class _Load:
         for runtime in (model.source.runtime for model in self.models):
             for p in (p for unit in runtime.units for p in unit.params):
                 torch.autograd.graph.increment_version((p, p._local))
-            runtime.parameters_changed()
-            runtime.forget_residuals()
+            runtime.parameters_loaded()
 
     # -- applying -----------------------------------------------------------------------------------------------
     def apply(self) -> None:

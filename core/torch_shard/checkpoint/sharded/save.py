@@ -29,8 +29,8 @@ from ..format.dcp_metadata import METADATA
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row, versions_of
 from ..ports import EnginePort
 from .async_save import PendingSave
-from .entries import EXTRA, MODEL, MODELS, OPTIMIZER, Optimizers, Source, optimizer_state, optimizers_of, sources_of
-from .entry_tree import leaves
+from .entries import EXTRA, OPTIMIZER, Optimizers, Source, optimizer_state, optimizers_of, sources_of
+from .entry_tree import leaves, place
 from .host_snapshot import SnapshotMemory
 from .save_plan import SavePlanner, decide, propose
 from .writer import write_file, write_manifest, write_metadata
@@ -290,7 +290,7 @@ class _Save:
         write_manifest(self.beside, Manifest(id=self.save_id, files=files, **{**self.facts, "whole": unsharded}))
         commit(self.saving, self.target)
         # The new checkpoint is in place: a failure to delete an older one is only logged.
-        self.saving.remove()
+        self.saving.close()
         if self.keep is not None:
             try:
                 prune(self.target, self.keep)
@@ -300,7 +300,7 @@ class _Save:
     def close(self) -> None:
         """Delete the incomplete checkpoint, if the save has failed."""
         if self.saving is not None:
-            self.saving.remove()
+            self.saving.close()
 
 
 def _text(error: Exception) -> str:
@@ -321,16 +321,11 @@ def _target(path: str | os.PathLike[str], keep: int | None) -> Path:
 
 
 def _contents(sources: list[Source], optimizers: Optimizers) -> dict[str, Any]:
-    contents: dict[str, Any] = {MODEL: model_state.own_state_dict(sources[0].model, sources[0].runtime)}
-    for source in sources[1:]:
-        own = model_state.own_state_dict(source.model, source.runtime)
-        contents.setdefault(MODELS, {})[source.path[-1]] = own
+    contents: dict[str, Any] = {}
+    for source in sources:
+        place(contents, source.path, model_state.own_state_dict(source.model, source.runtime))
     for where, held in optimizers:
-        found = optimizer_state(sources, held)
-        if len(where) == 1:
-            contents[OPTIMIZER] = found
-        else:
-            contents.setdefault(OPTIMIZER, {})[where[-1]] = found
+        place(contents, where, optimizer_state(sources, held))
     return contents
 
 

@@ -76,27 +76,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 def _sharded(checkpoint: Checkpoint) -> Opened:
     tree = tree_of(checkpoint)
     folder, manifest = checkpoint.folder, checkpoint.manifest
-    if manifest is None and (folder / LIGHTNING_META).is_file():
-        tree[LIGHTNING_META] = StoredObject(LIGHTNING_META, (LIGHTNING_META,), lambda: _rest(folder / LIGHTNING_META))
+    rest = folder / LIGHTNING_META  # Lightning's own file
+    if manifest is None and rest.is_file():
+        tree[rest.name] = StoredObject(rest.name, (rest.name,), lambda: _stored_values(open_full(rest)))
     return Opened(
         folder,
         SHARDED if manifest is not None else DCP,
         tree,
-        _sizes_of(folder),
+        {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()},
         manifest,
         manifest.module_versions.get(MODEL, {}) if manifest is not None else {},
         manifest.saved_at if manifest is not None else (folder / METADATA).stat().st_mtime,
     )
-
-
-def _rest(path: Path) -> Any:
-    """Return the contents of Lightning's own file."""
-    return _stored_values(open_full(path))
-
-
-def _sizes_of(folder: Path) -> dict[str, int]:
-    """Return the sizes of the files in a directory, by name."""
-    return {name: (folder / name).stat().st_size for name in sorted(os.listdir(folder)) if (folder / name).is_file()}
 
 
 # -- files of one process ---------------------------------------------------------------------------------------------

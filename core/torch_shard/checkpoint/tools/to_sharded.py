@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ...errors import CheckpointError
 from ...state.optimizer_state import OTHER
-from ..format.atomic_directory import commit
+from ..format.atomic_directory import Saving, commit
 from ..format.dcp_metadata import METADATA
 from ..format.fileio import Progress
 from ..format.manifest import SAVE_ID, FileRecord, Manifest, parameter_row
-from ..full.output import hidden_directory
 from ..sharded.entries import EXTRA, MODEL, MODELS, OPTIMIZER
 from ..sharded.entry_tree import SavedOptimizer, Stored, leaves, map_leaves, on_meta
 from ..sharded.save_plan import OneObject, SavePlanner, decide
@@ -38,7 +38,7 @@ def write_sharded(opened: Opened, parts: Parts, target: Path, progress: Progress
         OSError: the disk is full, for instance. Then nothing is left at the target.
     """
     nonce = secrets.token_hex(8)
-    with hidden_directory(target, nonce) as saving:
+    with contextlib.closing(Saving.begin(target, nonce)) as saving:
         planner = _Planner(progress)
         planner.set_up_planner(planner.contents(parts), is_coordinator=True)
         (plan,), metadata = decide(planner, [planner.create_local_plan()])

@@ -203,7 +203,7 @@ class FlatStep(StepBackend):
             with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 self._look(optimizer)
         except BaseException:
-            self._forget_groups()
+            FlatStep.forget(self)  # what a subclass has besides stays
             raise
 
     def _look(self, optimizer: Any) -> None:
@@ -255,9 +255,6 @@ class FlatStep(StepBackend):
                     piece.load()
 
     def forget(self) -> None:
-        self._forget_groups()
-
-    def _forget_groups(self) -> None:
         self._drop()
         self._user_groups, self.state = [], _PieceState({})
 
