@@ -42,7 +42,7 @@ def close_units(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer], m
     except Exception as problem:  # the other ranks must hear of it
         error = problem
     agree(runtime, "engine.close", [type(o).__name__ for o in optimizers], error)
-    left_out = [o for o in runtime.owners.optimizers() if not any(o is other for other in optimizers)]
+    left_out = [o for o, owned in runtime.owners.items() if owned and not any(o is other for other in optimizers)]
     states = [(o, optimizer_state.optim_state_dict(runtime, o, False, model, own=True)) for o in optimizers]
     names = names_by_id(runtime.units, model)
     runtime.schedule.reshard_unused()

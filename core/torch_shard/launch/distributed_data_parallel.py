@@ -157,11 +157,6 @@ class DistributedDataParallel(_TorchDDP):
         self.static_graph = True
 
     # -- the wrapper as a module: torch's class handles its reducer here ----------------------------------------
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """Set the mode of the module, as ``nn.Module.train`` does."""
-        nn.Module.train(self, mode)
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
 

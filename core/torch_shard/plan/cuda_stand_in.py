@@ -114,12 +114,9 @@ class CudaStandIn(TorchFunctionMode):
     @contextlib.contextmanager
     def _autocast(self) -> Iterator[None]:
         """Make autocast for CUDA hold for the CPU."""
-        if self._all_on_device and torch.is_autocast_enabled("cpu"):
-            yield
-            return
         before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
         wanted = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        if before == wanted or not (before[0] or wanted[0]):
+        if (self._all_on_device and before[0]) or before == wanted or not (before[0] or wanted[0]):
             yield
             return
         torch.set_autocast_enabled("cpu", wanted[0])

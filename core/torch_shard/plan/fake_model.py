@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import TraceError
 from .step_trace import Kind
-
-_DICTS = (dict, OrderedDict, defaultdict)
 
 
 class FakeModel:
@@ -72,12 +70,12 @@ class FakeModel:
             attributes = module.__dict__
             # Saved at once, since a step may change any of them. Containers keep their identity, which others may hold.
             self._saved += [
-                (value, value.copy()) for value in attributes.values() if isinstance(value, (*_DICTS, list, set))
+                (value, value.copy()) for value in attributes.values() if isinstance(value, (dict, list, set))
             ]
             self._saved.append((attributes, attributes.copy()))
             for attribute, value in list(attributes.items()):
                 prefix = f"{name}.{attribute}" if name else attribute
-                if isinstance(value, _DICTS):
+                if isinstance(value, dict):
                     for key, entry in value.items():
                         value[key] = self._replaced(entry, f"{prefix}.{key}")
                 elif type(value) is list:  # such as the _flat_weights of nn.LSTM

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
-
-from torch.utils.weak import WeakIdKeyDictionary
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 _PULL = 0.1  # the weight of a difference in load against the work on parameters that need not be moved
 
@@ -123,24 +121,3 @@ def choose(holders: Sequence[int], owner: int | None, ranks: int) -> int | None:
     if owner is not None:
         return owner if owner in holders else holders[0]
     return None if len(holders) == ranks else holders[0]
-
-
-class OwnerMaps:
-    """The owners of each optimizer's parameters, by the parameters' names. Equal on all ranks.
-
-    An owner never changes once it is set, because the optimizer state is on its rank.
-    """
-
-    def __init__(self) -> None:
-        self._maps: MutableMapping[Any, dict[str, int]] = WeakIdKeyDictionary()
-
-    def __contains__(self, optimizer: Any) -> bool:
-        return optimizer in self._maps
-
-    def of(self, optimizer: Any) -> dict[str, int]:
-        """Return the owners of `optimizer`, a dict that the caller may fill."""
-        return self._maps.setdefault(optimizer, {})
-
-    def optimizers(self) -> list[Any]:
-        """Return the optimizers that are alive and have owners."""
-        return [optimizer for optimizer, owners in self._maps.items() if owners]

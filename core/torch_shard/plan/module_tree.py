@@ -16,7 +16,7 @@ from ..config.precision import NONE, Precision
 from ..config.quantization import Quantized
 from ..errors import ConfigError, SetupError
 from ..utils.patterns import every_name
-from .plan import BufferInfo, ParamInfo
+from .plan import ParamInfo
 
 # The forward of these modules, or a fused fast path, uses the parameters of their children directly, so that the children's own
 # forwards don't run.
@@ -225,10 +225,6 @@ class ModuleTree:
         """Return the numbers of parameters by full name, with all names of tied parameters."""
         return {name: number for number, info in enumerate(self.infos) for name in (info.name, *info.aliases)}
 
-    def is_tied(self, number: int) -> bool:
-        """Return True if more than one module holds the parameter."""
-        return len(self.infos[number].owners) > 1
-
     def triggers(self, numbers: Iterable[int], roots: Iterable[Node]) -> tuple[str, ...]:
         """Return the names of the modules whose forward needs these parameters.
 
@@ -277,8 +273,3 @@ def _placed(param: torch.Tensor) -> tuple[str, int]:
     names = mesh.mesh_dim_names or ["?"] * mesh.ndim
     ways = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard())
     return ", ".join(f"{p} over {name}" for p, name in zip(placements, names, strict=True)), ways
-
-
-def buffers_of(model: nn.Module) -> tuple[BufferInfo, ...]:
-    """Return all buffers in registration order, each object once under its first name."""
-    return tuple(BufferInfo(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers())

@@ -27,8 +27,8 @@ from ..config.offload import offload_of
 from ..config.precision import precision_of
 from ..errors import ConfigError
 from ..utils.patterns import matches
-from .module_tree import ModuleTree, Node, buffers_of
-from .plan import Plan, UnitPlan, flat_order
+from .module_tree import ModuleTree, Node
+from .plan import BufferInfo, Plan, UnitPlan, flat_order
 
 if TYPE_CHECKING:
     from ..config.shard_config import ShardConfig
@@ -69,7 +69,7 @@ def make_plan(model: nn.Module, config: ShardConfig, world_size: int) -> Plan:
         units=planner.finished(),
         world_size=world_size,
         ignored=tuple(tree.infos[number].name for number in sorted(ignored)),
-        buffers=buffers_of(model),
+        buffers=tuple(BufferInfo(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()),
         strategy=config.strategy,
         prefetch=config.prefetch,
         offload=offload_of(config.offload),
@@ -269,7 +269,7 @@ class _Planner:
 
     def _role(self, node: Node) -> str:
         left = self.left_in(node)
-        if any(self.tree.is_tied(number) for number in left):
+        if any(len(self.tree.infos[number].owners) > 1 for number in left):  # tied
             return "alone"
         return "embedding" if _holds_embedding(node) else "layer"
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..utils.profiled_ranges import unit_in
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 _STEP = "ProfilerStep#"
 _KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
-
-
-class _Range(NamedTuple):
-    """A labelled range on a thread of the host, in seconds."""
-
-    start: float
-    end: float
-    kind: str
-    unit: str
 
 
 @dataclass(frozen=True)
@@ -90,13 +81,13 @@ class ProfiledStep:
     def _from_events(cls, events: Sequence[Mapping[str, Any]], units: Collection[str], on_device: bool) -> ProfiledStep:
         begin, end = _window(events)
         inside = sorted((e for e in events if begin <= e.get("ts", -1) <= end), key=lambda e: e["ts"])
-        threads: dict[Any, list[_Range]] = {}
-        host_waits: list[_Range] = []
+        threads: dict[Any, list[Span]] = {}
+        host_waits: list[Span] = []
         for event in inside:
             found = unit_in(event.get("name", "")) if event.get("ph") == "X" else None
             if found is not None and found[2] in units:
                 waits, kind, unit = found
-                spent = _Range(*_seconds(event, begin), kind, unit)
+                spent = Span("compute", *_seconds(event, begin), unit, kind)
                 (host_waits if waits else threads.setdefault(event["tid"], [])).append(spent)
         issued = sorted(each for ranges in threads.values() for each in ranges)
         if not issued:
@@ -116,10 +107,9 @@ class ProfiledStep:
         else:
             _add_threads(timeline, inside, issued, host_waits, begin)
         timeline.spans.sort(key=lambda span: span.start)
-        on_host = [Span("compute", each.start, each.end, each.unit, each.kind) for each in host_waits]
-        lost = _gaps(timeline) if on_device else on_host
+        lost = _gaps(timeline) if on_device else host_waits
         memory, allocated = _memory(inside, begin, on_device)
-        return cls(timeline, lost, memory, allocated, [(each.start, each.kind, each.unit) for each in issued])
+        return cls(timeline, lost, memory, allocated, [(each.start, each.kind, each.name) for each in issued])
 
     def clock_for(self, replay: Replay) -> tuple[list[float], bool]:
         """Return for each event of a predicted step the second at which the same happened in this one.
@@ -193,8 +183,8 @@ def _memory(
 def _add_threads(
     timeline: Timeline,
     events: Sequence[Mapping[str, Any]],
-    issued: Sequence[_Range],
-    waits: Sequence[_Range],
+    issued: Sequence[Span],
+    waits: Sequence[Span],
     begin: float,
 ) -> None:
     """Add what the CPU has done: the operators of the thread that computes, and the collectives of Gloo's threads."""
@@ -224,12 +214,12 @@ def _add_threads(
         started = [each for each in issued if each.kind == kind]
         ran = [_seconds(e, begin) for e in events if e.get("name") in ran_as[kind] and e.get("cat") != "cpu_op"]
         each_has = len(ran) // len(started) if started and len(ran) % len(started) == 0 else 0
-        for number, (start, end, _, unit) in enumerate(started):
+        for number, (_, start, end, unit, _) in enumerate(started):
             pieces = ran[number * each_has : (number + 1) * each_has]
             if not pieces or pieces[0][0] < start:
                 # Others have run such collectives, too. The wait for this one ended when it had ended, or later.
                 pieces = [
-                    (start, next((w.end for w in waits if (w.kind, w.unit) == (kind, unit) and w.end > start), end))
+                    (start, next((w.end for w in waits if (w.kind, w.name) == (kind, unit) and w.end > start), end))
                 ]
             timeline.spans += [Span(stream, first, last, unit, kind) for first, last in pieces]
 
@@ -238,7 +228,7 @@ def _add_kernels(
     timeline: Timeline,
     events: Sequence[Mapping[str, Any]],
     inside: Sequence[Mapping[str, Any]],
-    threads: Mapping[Any, Sequence[_Range]],
+    threads: Mapping[Any, Sequence[Span]],
     begin: float,
 ) -> None:
     """Add the kernels and copies that the host has launched in the step, whenever the device has run them.
@@ -262,11 +252,11 @@ def _add_kernels(
     for kernel, within in zip(kernels, labelled, strict=True):
         stream = kernel["args"].get("stream")
         row = rows.get(stream, f"stream {stream}") if within is None else STREAMS[within.kind]
-        kind, unit = ("compute" if row == "compute" else "copy", "") if within is None else (within.kind, within.unit)
+        kind, unit = ("compute" if row == "compute" else "copy", "") if within is None else (within.kind, within.name)
         timeline.spans.append(Span(row, *_seconds(kernel, begin), unit, kind))
 
 
-def _range_at(launch: Mapping[str, Any], threads: Mapping[Any, Sequence[_Range]], begin: float) -> _Range | None:
+def _range_at(launch: Mapping[str, Any], threads: Mapping[Any, Sequence[Span]], begin: float) -> Span | None:
     """Return the range in which the host has launched a kernel, if that is one."""
     second = (launch["ts"] - begin) / 1e6
     ranges = threads.get(launch["tid"], ())

@@ -90,8 +90,8 @@ def _casting(model: nn.Module, plan: Plan, config: ShardConfig) -> Iterator[None
             hook = functools.partial(_cast_inputs, compute)
             stack.enter_context(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if precision.output_dtype is not None:
-            output_hook = functools.partial(_cast_output, precision.output_dtype)
-            stack.enter_context(model.register_forward_hook(output_hook))
+            dtype = precision.output_dtype
+            stack.enter_context(model.register_forward_hook(lambda _, args, output: _cast(output, dtype)))
         yield
 
 
@@ -117,10 +117,6 @@ def _keep_inputs(
 def _keep_outputs(given: list[torch.dtype | None], module: nn.Module, args: Any, output: Any) -> Any:
     dtype = given.pop()
     return output if dtype is None else _cast(output, dtype)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
 
 
 @contextmanager

@@ -8,11 +8,12 @@ reductions. :mod:`.on_demand` serves operations outside forwards, :mod:`.lone_re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.collectives import Collectives
 from ..comm.divergence import OperationSequence
@@ -24,7 +25,6 @@ from ..comm.traffic_statistics import GatheredBytes
 from ..comm.work import caller_line
 from ..config.shard_config import ShardConfig
 from ..errors import ShardPicklingError
-from ..plan.matrix_owners import OwnerMaps
 from ..schedule.phases import BACKWARD, EVALUATION, FORWARD
 from ..schedule.unshard_schedule import UnshardSchedule
 from ..unit.flat_buffer import FlatBuffer
@@ -95,7 +95,9 @@ class Runtime:
         self.awaits_votes = False
         self.copied_from: ModelVersion | None = None
         self.registrations = Registrations()
-        self.owners = OwnerMaps()  # for optimizers that step on full matrices
+        # The owners of each optimizer's parameters, by name, equal on all ranks, for optimizers that step on full matrices. An
+        # owner never changes once it is set, because the optimizer state is on its rank.
+        self.owners: MutableMapping[Any, dict[str, int]] = WeakIdKeyDictionary()
         self.in_backward: StepInBackward | None = None  # the optimizer that steps during backward
         self.steps: Callable[[], Any] = lambda: None  # returns the engine's watcher of optimizers' steps
         quantized = config.quantized

@@ -161,7 +161,7 @@ class Session:
                 found[failed.name] = [Result(failed.part, failed.name, "failed", reason=reason)]
                 self.advance(failed)
             elif (folder / EXIT).exists():  # a rank that can't leave the process group, say
-                name, reason = f"{cases[-1].name}: the end of its ranks", _exit_of(folder)
+                name, reason = f"{cases[-1].name}: the end of its ranks", (folder / EXIT).read_text()
                 found[cases[-1].name].append(Result(cases[-1].part, name, "failed", reason=reason))
             else:
                 return found, True
@@ -174,7 +174,7 @@ class Session:
         errors.sort(key=lambda n: n["error"].startswith("MissingRankError"))
         texts = [f"rank {n['rank']}: {n['error']}" for n in errors[:1]]
         if (folder / EXIT).exists():
-            texts.append(_exit_of(folder))
+            texts.append((folder / EXIT).read_text())  # which rank failed first, and how
         elif timed_out:
             texts.append(f"the ranks had not ended it when the {self.seconds:g} s of this part were over")
         if not any(n.get("begun") == case.name for n in notes):
@@ -227,11 +227,6 @@ def _started(command: list[str], variables: dict[str, str], output: Any) -> Iter
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _exit_of(folder: Path) -> str:
-    """Return which rank failed first, and how."""
-    return (folder / EXIT).read_text()
 
 
 def _read_notes(file: Path) -> list[dict[str, Any]]:

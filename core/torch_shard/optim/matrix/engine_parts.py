@@ -143,7 +143,7 @@ class EngineParts:
         """
         if not self._within or self._entries is None:
             return
-        owners, rank = self.runtime.owners.of(self._optimizer()), self.runtime.collectives.rank
+        owners, rank = self.runtime.owners.setdefault(self._optimizer(), {}), self.runtime.collectives.rank
         for i, p in enumerate(self._params):
             own = state.get(p)
             if own and i not in self._entries and owners.get(p._spec.name, rank) != rank:
@@ -172,7 +172,7 @@ class EngineParts:
         counts = [{key: group.get(key) for key in sorted(self._counts)} for group in self._optimizer().param_groups]
         if self._counts:
             text += f", whose groups have counted {counts} (it must count on ranks that own no parameter, too)"
-        owners = self.runtime.owners.of(self._optimizer())
+        owners = self.runtime.owners.setdefault(self._optimizer(), {})
         owned = [owners.get(p._spec.name, -1) for p in self._params]
         key = zlib.crc32(repr((text, owned)).encode() + bytes(present), self._order)
         operations.note(key, f"{text} (their order and owners: {key:08x})")

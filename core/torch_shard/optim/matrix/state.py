@@ -80,7 +80,7 @@ def all_gather_bytes(runtime: Runtime, mine: Sequence[int], what: str) -> list[l
 def give_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTensor]) -> dict[str, int]:
     """Give an owner to those of `params`, which are the same on all ranks, that have none. Return all owners by name."""
     c = runtime.collectives
-    owners = runtime.owners.of(optimizer)
+    owners = runtime.owners.setdefault(optimizer, {})
     new = [p for p in params if p._spec.name not in owners]
     if not new:
         return owners
@@ -187,7 +187,7 @@ def move_to_owners(runtime: Runtime, optimizer: Any, params: Sequence[ShardTenso
             if any(map(is_dtensor, tensors_of(value))):  # replicated, from steps under tensor parallelism alone
                 own[key] = local(value)
     table = [kinds_of[rank] for rank in c.topology.shard_group_of(c.world_rank)]
-    owners = runtime.owners.of(optimizer)
+    owners = runtime.owners.setdefault(optimizer, {})
     sharded: list[ShardTensor] = []
     free: list[ShardTensor] = []
     chosen: dict[str, int] = {}
