@@ -20,6 +20,7 @@ class GatherOrder:
         self.ahead = ahead
         self.last: tuple[Event | None, Event | None] = (None, None)
         self._successors: dict[tuple[Event | None, Event | None], Event] = {}
+        self._upcoming: dict[tuple[Event | None, Event | None], list[int]] = {}  # results of :meth:`upcoming`
 
     @property
     def phase(self) -> int | None:
@@ -28,20 +29,25 @@ class GatherOrder:
 
     def repeats(self, event: Event) -> bool:
         """Return True if `event` is the latest event once more, of the same unit in the same phase."""
-        return self.last[1] is not None and self.last[1][:2] == event[:2] and not event[2]
+        latest = self.last[1]
+        return latest is not None and not event[2] and latest[:2] == event[:2]
 
     def advance(self, event: Event) -> bool:
         """Remember that `event` came next; return True if it was predicted."""
         known = self._successors.get(self.last) == event
         if not known:
             self._successors[self.last] = event
+            self._upcoming.clear()
         self.last = (self.last[1], event)
         return known
 
     def upcoming(self) -> list[int]:
         """Return the next units of this phase, at most ``ahead``; never those of the next forward or backward."""
-        pair, phase = self.last, self.phase
-        found: list[int] = []
+        pair = self.last
+        found = self._upcoming.get(pair)
+        if found is not None:  # hot: asked for each unshard, and the same in each step
+            return found
+        found, phase = self._upcoming.setdefault(pair, []), self.phase
         while len(found) < self.ahead:
             event = self._successors.get(pair)
             if event is None or event[0] != phase or event[2]:
@@ -71,3 +77,4 @@ class GatherOrder:
         """Forget all events, and learn anew."""
         self.last = (None, None)
         self._successors.clear()
+        self._upcoming.clear()
