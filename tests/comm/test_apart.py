@@ -99,7 +99,7 @@ def test_an_operation_that_one_rank_alone_runs_is_an_error_in_time_and_then_on_a
     assert time.monotonic() - begin < SHORT + 1
     assert "rank 0 waited 3 s" in str(caught.value), "what rank 0 had been doing"
     assert __file__ in str(caught.value)
-    assert "needs a torch.distributed.barrier() behind it" in str(caught.value)
+    assert "must be followed by a torch.distributed.barrier()" in str(caught.value)
     with pytest.raises(DivergenceError, match="earlier error"):
         step(model)
 

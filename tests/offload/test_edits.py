@@ -201,7 +201,7 @@ QUICK = [edit_all, edit_slices, edit_counters, edit_unseen, accumulate]
 
 @pytest.mark.parametrize("edit", quick(EDITS, QUICK))
 @one_at_a_time(precision=[HALF, None], offload=["kept", "cpu", "disk", "all on disk"], optimizer=["AdamW", "SGD"])
-@ranks(2, exhaustive=(1,))
+@ranks(2)
 def test_edits_beside_the_hosts_work(rank, tmp_path, offload, optimizer, precision, edit):
     def train(offload):
         t = Training(rank, offload, optimizer, precision=precision)

@@ -169,7 +169,7 @@ def test_the_peak_is_that_of_the_allocator(rank: int, strategy: Any, zero_grad: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.exhaustive
-@ranks(2, 3)
+@ranks(3)
 def test_the_peak_is_that_of_the_allocator_for_other_models(
     rank: int, model: str, strategy: Any, settings: dict[str, Any]
 ) -> None:
