@@ -22,7 +22,7 @@ def test_it_trains_as_without(rank, tmp_path, offload, optimizer, accumulate, cl
     plain = Training(rank, None, optimizer, precision=precision)
     offloaded = Training(rank, chosen(offload, tmp_path), optimizer, precision=precision)
     for training in (plain, offloaded):
-        for number in range(20):
+        for number in range(10):
             training.step(number, accumulate=accumulate, clip=clip)
     assert plain.seen == offloaded.seen
     same(plain.state(), offloaded.state())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.runtime.test_lone_reads import file_of, made, same, train, values
+from tests.support.marks import exhaustive
 from tests.support.ranks import ranks
 from torch_shard.errors import DivergenceError
 
@@ -35,7 +36,7 @@ def test_a_copy_that_only_this_rank_has_made_is_read_from_the_original(rank: int
         same(values(together[0]), values(together[1]))
 
 
-@pytest.mark.parametrize("changed", ["the original", "the copy"])
+@pytest.mark.parametrize("changed", ["the original", *exhaustive("the copy")])
 @ranks(2)
 def test_a_copy_that_only_this_rank_has_made_is_named_once_values_differ_from_those_of_the_original(
     rank: int, changed: str
@@ -82,7 +83,7 @@ def test_a_rank_that_reads_one_copy_does_not_meet_one_that_reads_another(
                 dist.send(torch.zeros(1), other)
 
 
-@pytest.mark.parametrize("makers", ["all ranks", "one rank"])
+@pytest.mark.parametrize("makers", [*exhaustive("all ranks"), "one rank"])
 @ranks(2)
 def test_a_copy_does_not_have_what_was_loaded_into_the_original_since(rank: int, makers: str) -> None:
     sharded, engine, plain = made(timeout=4.0, alone_after=0.1)

@@ -120,7 +120,9 @@ def alone(rank: int, world_size: int, what: str, where: str) -> str:
 @pytest.mark.parametrize(
     ("what", "where"),
     [
-        *((what, "waits") for what in ALONE),
+        ("training_step", "waits"),
+        ("edit", "waits"),
+        *exhaustive(("backward_of_a_value", "waits"), ("optimizer_step", "waits")),
         *exhaustive(*((what, where) for what in ALONE for where in ("sleeps", "trains") if (what, where) != JOINS)),
     ],
 )
