@@ -52,7 +52,10 @@ def test_memory_that_cannot_be_had_is_an_error_that_says_how_much():
     pool = HostBuffers(CPU)
     kept = pool.take(1 << 20)
     before = (pool.held, pool.in_use)
-    said = r"rank 0: activation_offload: 1073741824.00 GiB of host memory .* in addition to the 1.00 MiB .* are available.*Offload fewer"
+    said = (
+        r"rank 0: activation_offload: 1073741824.00 GiB of host memory .* in addition to the 1.00 MiB .* are available"
+        r".*Offload fewer"
+    )
     with pytest.raises(HostMemoryError, match=said):
         pool.take(1 << 60)
     assert (pool.held, pool.in_use) == before
