@@ -124,13 +124,13 @@ class SmallState:
         if saved == world or not self._accelerator.is_main_process:
             return
         what = (
-            f"those of ranks {world} to {saved - 1} are left out"
+            f"The random states (dropout, augmentations) of ranks {world} to {saved - 1} are left out"
             if saved > world
-            else f"ranks {saved} to {world - 1} go on with the random states that they have"
+            else f"Ranks {saved} to {world - 1} go on with the random states (dropout, augmentations) that they have"
         )
         logger.warning(
-            "%s was saved by %d ranks and is loaded by %d. Parameters and optimizer state are unaffected. Of the random "
-            "states (dropout, augmentations), %s. Every rank sees different samples than on the same number of ranks.",
+            "%s was saved by %d ranks and is loaded by %d. Parameters and optimizer state are unaffected. %s, and every "
+            "rank sees different samples than on the same number of ranks.",
             self.folder,
             saved,
             world,

@@ -69,7 +69,7 @@ _BUFFERS = "modules that compute with buffers in float64 must be kept, or get bu
 _MIX = r"must have the same dtype|to have the same dtype"
 ERRORS = {
     "test_a_forward_inside_gathered_with_its_backward_outside_trains_like_plain": (
-        r"a backward reached the copy of .* ShardConfig.precision or",
+        r"a backward reached .* ShardConfig.precision or",
         "gradients of copies as stored can't be reduced (docs/precision.md, Limits)",
     ),
     "test_functional_call_with_other_values_gives_the_plain_results": (

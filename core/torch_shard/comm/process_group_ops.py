@@ -9,6 +9,7 @@ TORCH_DISTRIBUTED_DEBUG=DETAIL, and the flight recorder.
 The methods are not documented. torch 2.11 and 2.12 have them under older names.
 
 All functions are collective and asynchronous: they return the ``Work``, and the tensors must live until the work has ended.
+``Collectives._start`` calls them outside of hooks of saved tensors, under which they may deadlock.
 With `on_stream` the collective runs on the device's current stream instead of one of the backend's own, which saves an event and
 a wait each way (``async_op=False``, since torch 2.8). Then no work is returned, unless the backend uses its own stream all the
 same. Complex numbers are sent as pairs of real numbers, because some backends don't know them.
@@ -65,7 +66,8 @@ def all_gather_coalesced(
 ) -> Any:
     """Fill each of `outputs` as :func:`all_gather` does, in one launch. Their dtypes may differ."""
     options = _options("AllgatherOptions", on_stream=on_stream)
-    into, shards = map(list, zip(*map(_real, outputs, sent), strict=True))
+    pairs = [_real(*pair) for pair in zip(outputs, sent, strict=True)]
+    into, shards = map(list, zip(*pairs, strict=True))
     return getattr(group, _ALL_GATHER_COALESCED)(into, shards, options)
 
 

@@ -60,7 +60,7 @@ class ShardConfig:
         prefetch: the number of units that are gathered ahead of compute, in forward and in backward; 0 for none.
         sync_module_states: send rank 0's parameters and buffers to all ranks in ``shard``.
         broadcast_buffers: send rank 0's buffers to all ranks before the first forward, and before each forward that follows one
-            whose backward reduces gradients, as ``DistributedDataParallel`` does.
+            with gradients outside ``no_sync()``, as ``DistributedDataParallel`` does.
         reshard_after_forward: the number of consecutive ranks, as a rule those of a node, among which each unit stays sharded
             between forward and backward, so that backward's gather stays among them. This needs more memory (a unit's size
             divided by this number, for all units) and sends less between nodes. It is for ``"full_shard"`` and

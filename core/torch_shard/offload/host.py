@@ -61,8 +61,8 @@ class Host:
 
     def _failed(self, error: BaseException) -> HostStepError:
         made = HostStepError(
-            f"rank {self.collectives.world_rank}: {error} It ran in the background, after optimizer.step() had returned or "
-            "during backward; parameters and optimizer state may be updated in part, so go on from a checkpoint."
+            f"rank {self.collectives.world_rank}: {error} The work that failed ran in the background, after optimizer.step() had "
+            "returned or during backward; parameters and optimizer state may be updated in part, so go on from a checkpoint."
         )
         made.__cause__ = error
         self.give_up(made)

@@ -16,8 +16,8 @@ class BufferSync:
 
     def __init__(self, collectives: Collectives, ignored: frozenset[str]) -> None:
         self.collectives, self.ignored = collectives, ignored
-        # True if the next training forward must broadcast: the first one, and each after a forward whose backward reduces, as
-        # under DDP.
+        # True if the next forward must broadcast: the first one, and each that follows one with gradients outside of no_sync(),
+        # as under DDP.
         self.due = True
 
     def synchronise(self, root: nn.Module) -> None:

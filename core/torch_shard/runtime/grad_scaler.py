@@ -2,7 +2,7 @@
 
 A scaled loss can't be told from another one. So ``GradScaler.scale`` is wrapped, once, for the life of the process, and the
 wrapper puts a hook on the scaled loss, which backward calls first. The hook makes an object that only the graph task refers
-to, as one of its callbacks, so that a failed backward leaves nothing behind, either. Tested on torch 2.13.
+to, as one of its callbacks, so that even a failed backward leaves nothing behind. Tested on torch 2.13.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class OnDemand:
         unit.wait()
         if unit.is_stale():  # it can't be unsharded anew, because its backward needs the values that forward had
             raise UnitStateError(
-                f"rank {self.runtime.collectives.world_rank}: a hook uses {param._spec.name} during backward, after unit "
+                f"rank {self.runtime.collectives.world_rank}: {param._spec.name} is used during backward, after unit "
                 f"{unit.name!r} was changed in the same backward (by an optimizer in a hook, perhaps). Use it before the "
                 "change, or after backward."
             )

@@ -29,7 +29,7 @@ def _references(grads: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
 
 @functools.cache
 def least_references(view: bool) -> tuple[int, ...]:
-    """Return the reference counts of a gradient that only autograd holds. The first call runs a backward: not inside one."""
+    """Return the reference counts of a gradient that only autograd holds. Call it first outside backward, as it runs one."""
     found: list[tuple[int, ...]] = []
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros(1, 1, device="cpu", requires_grad=True)

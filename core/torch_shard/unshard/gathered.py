@@ -345,10 +345,9 @@ def _refuse_backward(entry: GatheredUnit) -> None:
 
     def refuse(name: str, grad: torch.Tensor) -> None:
         raise UnitStateError(
-            f"rank {rank}: a backward reached the copy of {name} that engine.gathered() made, because ranks=, device= or "
-            "grads= was passed, or because ShardConfig.precision or ShardConfig.quantized changes the values of this unit. "
-            "The gradient of a copy can't be reduced. Run forward and backward outside gathered(), or leave these arguments "
-            "out."
+            f"rank {rank}: a backward reached {name} as engine.gathered() gave it, and such a gradient can't be reduced: ranks=, "
+            "device= or grads= was passed, or ShardConfig.precision or ShardConfig.quantized changes the values of this unit. "
+            "Run forward and backward outside gathered(); or, if you passed these arguments, leave them out."
         )
 
     for flat, params in zip(entry.unit.flats, entry.unsharded_params, strict=True):
