@@ -73,7 +73,7 @@ SETTINGS = {
     "settings", quick(SETTINGS, ["shard_optim", "int8 gathers", "rounded", "uneven, some left out"])
 )
 @one_at_a_time(offload=["kept", "cpu", "disk", "all on disk"], optimizer=OPTIMIZERS)
-@ranks(2, exhaustive=(3,))
+@ranks(3)
 def test_settings(rank, tmp_path, offload, optimizer, settings):
     def train(offload):
         return steps(Training(rank, offload, optimizer, **SETTINGS[settings]), accumulate=2, clip=0.5)

@@ -132,7 +132,7 @@ def replace(optimizer, name):
 
 
 @pytest.mark.parametrize(("dtype", "strategy", "case"), quick(RUNS, QUICK_RUNS))
-@ranks(2, exhaustive=(3,))
+@ranks(3)
 def test_ten_steps_with_all_that_happens_between_them_are_as_plain(rank, world_size, case, dtype, strategy):
     name, double = CASES[case][0], dtype == "float64"
     pair = Pair(

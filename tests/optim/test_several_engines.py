@@ -143,7 +143,7 @@ ALL = {**MAKE, **OTHERS, **MATRIX}
 # -- the numbers --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("strategies", quick(STRATEGIES, STRATEGIES[:1]))
 @pytest.mark.parametrize("name", quick(ALL, ["AdamW", "no kind", "super of Muon", "Muon"]))
-@ranks(2, exhaustive=(1, 3))
+@ranks(2, exhaustive=(3,))
 def test_steps_are_those_of_plain_models(rank, world_size, name, strategies):
     two = Two(rank, world_size, ALL[name], strategies)
     train_in_turns(two)

@@ -68,7 +68,7 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@ranks(2, exhaustive=(3,))
+@ranks(3)
 @pytest.mark.parametrize("strategy", ["full_shard", *exhaustive("shard_grad_op", "shard_optim", "no_shard")])
 @pytest.mark.parametrize("name", quick(MAKE, ["AdamW"]))
 def test_steps_are_those_of_fp32_but_for_the_last_rounding(name, strategy, rank):

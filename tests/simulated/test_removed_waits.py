@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.simulated.removed_waits import PACES, PAGE, PROGRAMS, Row, rows, run
+from tests.simulated.removed_waits import PAGE, PROGRAMS, Row, rows, run
 from tests.simulated.scenarios import OFFLOADED, QUICK, SPECIAL
 from tests.simulated.sites import sites
 from tests.support.marks import exhaustive, quick
@@ -79,23 +79,22 @@ def test_a_race_shows_without_a_call_under_tensor_parallelism(rank, place):
     check(LIST[place])
 
 
-def check_all_others(program, paces=("late",)):
+def check_all_others(program):
     """No other call is reached than the list has, and none shows alone that the list calls kept or ordered twice.
 
     Most is seen where events pass late, since the host knows least then.
     """
-    for pace in paces:
-        # Where many are missing at once, races of each would show, and those of a program that lacks nothing.
-        outcome = run(program, [row.site for row in LIST.values() if row.kept], pace)
-        assert not outcome.races, f"{pace}, without all that is kept: {outcome.races}"
-        assert sorted(str(site) for site in outcome.sites if str(site) not in LIST) == [], "to be listed"
-        reached = [LIST[str(site)] for site in outcome.sites]
-        for missing in without_pairs([row for row in reached if row.other is not None]):
-            if not run(program, missing, pace).races:
-                continue
-            for site in missing:  # two of them may order the same in this program
-                races = run(program, [site], pace).races
-                assert not races, f"{pace}, without {site}: {races}"
+    # Where many are missing at once, races of each would show, and those of a program that lacks nothing.
+    outcome = run(program, [row.site for row in LIST.values() if row.kept], "late")
+    assert not outcome.races, f"without all that is kept: {outcome.races}"
+    assert sorted(str(site) for site in outcome.sites if str(site) not in LIST) == [], "to be listed"
+    reached = [LIST[str(site)] for site in outcome.sites]
+    for missing in without_pairs([row for row in reached if row.other is not None]):
+        if not run(program, missing, "late").races:
+            continue
+        for site in missing:  # two of them may order the same in this program
+            races = run(program, [site], "late").races
+            assert not races, f"without {site}: {races}"
 
 
 def without_pairs(rows):
@@ -112,7 +111,7 @@ def without_pairs(rows):
 @pytest.mark.parametrize("name", exhaustive(*dict.fromkeys([*QUICK, *SPECIAL, *OFFLOADED])))
 @ranks(2, timeout=600)
 def test_nothing_else_is_needed(rank, name):
-    check_all_others(PROGRAMS[2][name], PACES if name in QUICK else ("late",))
+    check_all_others(PROGRAMS[2][name])
 
 
 @pytest.mark.parametrize("name", exhaustive(*PROGRAMS[1]))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torch_shard
-from tests.support.marks import exhaustive, quick
+from tests.support.marks import exhaustive
 from tests.support.ranks import run
 from tests.tensor_parallel.harness import backward, batch, pair_of
 from torch_shard.errors import ShardError
@@ -48,8 +48,15 @@ def reads(rank: int, world_size: int, read: str, where: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("read", quick(READS, ["a full tensor"]))
-@pytest.mark.parametrize("where", ["in the next step", *exhaustive("away")])
+@pytest.mark.parametrize(
+    ("read", "where"),
+    [
+        ("a full tensor", "in the next step"),
+        *exhaustive(
+            *((read, "in the next step") for read in READS if read != "a full tensor"), ("a full tensor", "away")
+        ),
+    ],
+)
 def test_a_read_of_one_rank_alone_is_an_error(read: str, where: str) -> None:
     reader, *others = run(4, reads, read, where, fresh=True, timeout=60)
     if read == "a file":
