@@ -222,6 +222,7 @@ def test_scripts_of_every_kind_are_planned(tmp_path: Path, capfd: pytest.Capture
     assert not Path("checkpoint").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_trainer_of_transformers_is_planned_with_its_precision(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +254,7 @@ def test_batches_that_the_script_has_dropped_take_no_memory(tmp_path: Path, capf
     assert two == eight
 
 
+@pytest.mark.exhaustive
 def test_what_follows_two_dashes_is_the_scripts_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = DDP.replace("model = net()", "print(sys.argv[1:])\nmodel = net(int(sys.argv[2]))")
     path = script(tmp_path, text)

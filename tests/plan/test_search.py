@@ -124,6 +124,7 @@ def test_devices_try_offload_where_nothing_else_fits() -> None:
     assert min(whole.host_nbytes, optimizer.host_nbytes) > kept.host_nbytes == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("bandwidth", "offloads"), [(1e9, False), (1e12, True)])
 def test_offload_costs_the_time_of_the_host_which_recomputation_may_not(bandwidth: float, offloads: bool) -> None:
     device = dataclasses.replace(DEVICES["h100"], host_memory_bandwidth=bandwidth)
@@ -135,6 +136,7 @@ def test_offload_costs_the_time_of_the_host_which_recomputation_may_not(bandwidt
     assert (best.offload is not None, bool(best.checkpointing)) == (offloads, not offloads)
 
 
+@pytest.mark.exhaustive
 def test_where_activations_alone_are_too_much_one_strategy_tells_what_is_lacking() -> None:
     tried = on_gpu(1)
     assert [str(each.candidate) for each in tried.values() if not each.candidate.checkpointing] == [
@@ -142,6 +144,7 @@ def test_where_activations_alone_are_too_much_one_strategy_tells_what_is_lacking
     ]
 
 
+@pytest.mark.exhaustive
 def test_inputs_of_recomputed_layers_wait_in_host_memory_where_that_is_too_much() -> None:
     # A layer's input is 8 x 128 x 256 numbers of 4 bytes. On the device there are at most two of six.
     tried = on_gpu(60)
@@ -151,6 +154,7 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory_where_that_is_too_much(
     assert moved.seconds >= kept.seconds
 
 
+@pytest.mark.exhaustive
 def test_the_host_steps_once_for_all_micro_batches() -> None:
     device = dataclasses.replace(DEVICES["h100"], host_memory_bandwidth=1e6)  # all else takes no time beside it
     tried = on_gpu(60, batch=8, device=device).values()
@@ -160,6 +164,7 @@ def test_the_host_steps_once_for_all_micro_batches() -> None:
     assert {each.candidate.accumulation for each in tried if each.candidate.offload} >= {1, 2}
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_are_added_in_host_memory_arrive_beside_those_that_are_there() -> None:
     tried = on_gpu(60, batch=8)
     gradients = make_plan(gpt(), ShardConfig(), 4).predicted.gradients
