@@ -139,7 +139,8 @@ Seen = TypeVar("Seen", bound=contextlib.AbstractContextManager[Any])
 def run_passes(rank: int, case: Case, watch: Callable[[], Seen], **settings: Any) -> Iterator[Seen]:
     """Run a case on a rank, each pass within a context that `watch` makes, and yield these."""
     model = Cells(case.kinds)
-    settings = {"prefetch": case.prefetch, "strategy": case.strategy, "timeout": 10.0, **settings}
+    # A rank that is late, on a busy machine, must not make another one evaluate alone, without a collective.
+    settings = {"prefetch": case.prefetch, "strategy": case.strategy, "timeout": 10.0, "alone_after": 10.0, **settings}
     torch_shard.shard(model, units=["cells.*"], **settings)
     for run in case.passes:
         # The input takes a gradient, so that backward needs the values of every cell that it reaches.
