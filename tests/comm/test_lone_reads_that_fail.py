@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -76,6 +77,13 @@ def body(rank: int, world_size: int, who: str, phase: str, what: str) -> tuple[s
             os.kill(processes[1], signal.SIGKILL)
         os._exit(3)
 
+    admitted, admit = threading.Event(), Service._admit
+
+    def noted(*args: Any) -> None:
+        admit(*args)
+        admitted.set()
+
+    Service._admit = noted  # type: ignore[method-assign]
     if rank == VICTIMS[who][0]:
         if phase == "before it":
             dies()
@@ -95,7 +103,7 @@ def body(rank: int, world_size: int, who: str, phase: str, what: str) -> tuple[s
     if rank in VICTIMS[who]:
         time.sleep(60)  # it computes until it dies
     if phase == "between backward and step":
-        time.sleep(1)  # the reader has been admitted
+        assert admitted.wait(20)
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # which waits for nobody who is gone
     return outcome(step, model), outcome(step, model)
 

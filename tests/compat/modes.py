@@ -94,7 +94,7 @@ class Mode:
 
 
 MODES = (
-    # "shard_optim" keeps parameters as "no_shard" does and shards the optimizer's work as "shard_grad_op": tests/optim has it.
+    # "shard_optim" is "shard_grad_op" that reshards late: tests/optim and the property tests have it.
     # "hybrid_shard_zero2" gathers as "shard_grad_op" and reduces as "hybrid_shard": tests/hybrid and the property tests have it.
     *(Mode(strategy) for strategy in STRATEGIES if strategy not in ("shard_optim", "hybrid_shard_zero2")),
     *(Mode(strategy, mixed=True) for strategy in MIXED),
