@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import errors, optim, optim_state
+from . import errors, optim
 from .comm.traffic_statistics import Statistics
 from .config.precision import Precision, norms_in
 from .config.quantization import Quantized
 from .config.shard_config import ShardConfig
-from .deferred_init import from_files
 from .engine import Engine, engine_of, shard
 from .errors import ShardError
 from .offload import Offload
@@ -18,6 +18,8 @@ from .shard_tensor.tensor import ShardTensor
 from .versions import __version__
 
 if TYPE_CHECKING:
+    from . import optim_state
+    from .deferred_init import from_files
     from .plan.planner import make_plan
 
 __all__ = [
@@ -42,9 +44,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "make_plan":  # training needs it in ``shard()`` only
-        from .plan.planner import make_plan
+_SELDOM = {"from_files": "deferred_init", "make_plan": "plan.planner", "optim_state": "optim_state"}
+"""Names that few programs use themselves, with their modules, which are imported at the first use."""
 
-        return make_plan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _SELDOM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_SELDOM[name]}", __name__)
+    return getattr(module, name, module)  # optim_state is the module itself

@@ -5,10 +5,10 @@ The floors of all dependencies are in ``pyproject.toml``.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from .errors import UnavailableError
 
@@ -30,7 +30,6 @@ MIN_TORCH = "2.11"
 
 TESTED = {
     "torch": ("2.11.0", "2.13.0", "2.14.1"),
-    "packaging": ("26.3",),
     "tqdm": ("4.70.1",),
     "safetensors": ("0.8.0",),
     "lightning": ("2.6.6",),
@@ -43,22 +42,20 @@ TESTED = {
 """Versions that the tests were run with."""
 
 
-def _released(text: str) -> Version:
-    # Nightly builds (2.15.0.dev..., 2.15.0a0+git...) already have what 2.15 has, but sort before it.
-    try:
-        return Version(Version(text).base_version)
-    except InvalidVersion:
-        # A build from source may carry any text; such a build is taken to be the newest.
-        return Version("9999")
+def _numbers(version: str) -> tuple[int, ...]:
+    # The numbers alone count: a nightly build (2.15.0.dev..., 2.15.0a0+git...) already has what 2.15 has.
+    found = re.match(r"\d+(\.\d+)*", version)
+    # A build from source may carry any text; such a build is taken to be the newest.
+    return tuple(map(int, found[0].split("."))) if found else (9999,)
 
 
-TORCH_VERSION: Version = _released(torch.__version__)
-"""The version of the running torch, without local, pre-release and development parts."""
+TORCH_VERSION = _numbers(torch.__version__)
+"""The version of the running torch as numbers, without its local, pre-release and development parts."""
 
 
 def at_least(version: str) -> bool:
     """Return True if the running torch is `version` or newer, nightly builds of it included."""
-    return Version(version) <= TORCH_VERSION
+    return _numbers(version) <= TORCH_VERSION
 
 
 def check_torch() -> None:

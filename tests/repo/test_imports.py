@@ -167,13 +167,13 @@ def test_what_is_installed_is_supported():
 
 
 def test_nightly_builds_count_as_the_version_they_lead_to():
-    assert versions._released("2.15.0.dev20260101+cpu") == versions._released("2.15.0")
+    assert versions._numbers("2.15.0.dev20260101+cpu") == versions._numbers("2.15.0")
     assert versions.at_least(versions.MIN_TORCH)
     assert not versions.at_least("99")
 
 
 def test_a_torch_below_the_floor_is_refused(monkeypatch):
-    monkeypatch.setattr(versions, "TORCH_VERSION", versions._released("2.10.1"))
+    monkeypatch.setattr(versions, "TORCH_VERSION", versions._numbers("2.10.1"))
     with pytest.raises(errors.UnavailableError, match=r"torch >= 2\.11"):
         versions.check_torch()
 
