@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 
-_SELDOM = {"from_files": "deferred_init", "make_plan": "plan.planner", "optim_state": "optim_state"}
+_LAZY = {"from_files": "deferred_init", "make_plan": "plan.planner", "optim_state": "optim_state"}
 """Names that few programs use themselves, with their modules, which are imported at the first use."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _SELDOM:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f".{_SELDOM[name]}", __name__)
+    module = importlib.import_module(f".{_LAZY[name]}", __name__)
     return getattr(module, name, module)  # optim_state is the module itself
