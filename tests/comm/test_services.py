@@ -43,48 +43,60 @@ def test_who_does_not_know_the_secret_gets_no_answer(service: Service, secret: s
     assert presence(service.address, service.address.secret)["issued"] == 0
 
 
-def test_a_partner_on_another_host_connects_to_the_address_in_the_network(service: Service) -> None:
-    elsewhere = service.address._replace(host="another host")
-    assert presence(elsewhere, elsewhere.secret)["issued"] == 0
-    nowhere = elsewhere._replace(network="127.0.0.1", port=1)
-    with pytest.raises(ConnectionRefusedError):
-        presence(nowhere, nowhere.secret)
+DEFAULT_ROUTE = "192.0.2.1"  # an address that no host has
 
 
-def test_the_address_in_the_network_is_that_of_the_route_to_the_first_host(
-    several_hosts: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("routes", "asked", "found"),
+    [
+        ({"198.51.100.1": "198.51.100.7", DEFAULT_ROUTE: "203.0.113.7"}, 1, "198.51.100.7"),
+        (
+            {"198.51.100.1": "127.0.1.1", DEFAULT_ROUTE: "203.0.113.7"},
+            2,
+            "203.0.113.7",
+        ),  # the first host, in its own /etc/hosts
+        ({DEFAULT_ROUTE: "203.0.113.7"}, 2, "203.0.113.7"),  # it has a name that is not known here
+        ({}, 2, "127.0.0.1"),
+    ],
+    ids=["a route to the first host", "the first host itself", "an unknown first host", "no network"],
+)
+def test_the_address_in_the_network_is_that_of_the_route_to_the_first_host_or_of_the_default_route(
+    several_hosts: None, monkeypatch: pytest.MonkeyPatch, routes: dict[str, str], asked: int, found: str
 ) -> None:
-    asked = []
+    to: list[str] = []
 
     class Probe:
-        """Stands for a socket of a host that has a route to the first host."""
+        """Stands for a socket of a host that has `routes`."""
 
         def __enter__(self) -> Probe:
             return self
 
         def __exit__(self, *_: object) -> None: ...
 
-        def connect(self, to: tuple[str, int]) -> None:
-            asked.append(to[0])
+        def connect(self, peer: tuple[str, int]) -> None:
+            to.append(peer[0])
+            if peer[0] not in routes:
+                raise OSError("Network is unreachable")
 
         def getsockname(self) -> tuple[str, int]:
-            return "192.0.2.7", 1
+            return routes[to[-1]], 1
 
     real = socket.socket
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_ADDR", "198.51.100.1")
     with monkeypatch.context() as patched:
         patched.setattr(socket, "socket", lambda *kind: Probe() if socket.SOCK_DGRAM in kind[1:] else real(*kind))
         server, address = wire.listen()
     with server:
-        assert (address.network, asked) == ("192.0.2.7", ["192.0.2.1"])
+        assert address.host == found
+        assert to == ["198.51.100.1", DEFAULT_ROUTE][:asked]
 
 
 @ranks(2, fresh=True)
 def test_a_rank_reads_alone_from_another_host(rank: int) -> None:
-    """Rank 1 is on a host of which only the address in the network, a second one of this host, leads to it."""
+    """Rank 1 is on a host of the same name, as containers may be, to which only its address in the network leads."""
     del os.environ["LOCAL_WORLD_SIZE"]
     if rank == 1:
-        socket.gethostname = lambda: "127.0.0.2"
+        wire._own_address = lambda: "127.0.0.2"
     connect, hosts = wire.connect, []
 
     def noted(*args: Any) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -16,10 +17,9 @@ _LONGEST = 1 << 20  # bytes of a JSON object; a stranger that connects must not 
 
 
 class Address(NamedTuple):
-    """The address of a rank's service: the host's name, its address in the network of the ranks, the port, and a secret."""
+    """The address of a rank's service: the host's address in the network of the ranks, the port, and a secret."""
 
     host: str
-    network: str
     port: int
     secret: str
 
@@ -28,22 +28,20 @@ def listen() -> tuple[socket.socket, Address]:
     """Open a socket on which partners may connect, and return it with its address."""
     one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "-")
     server = socket.create_server(("127.0.0.1" if one_host else "", 0), backlog=128)
-    network = "127.0.0.1" if one_host else _own_address()
-    return server, Address(socket.gethostname(), network, server.getsockname()[1], os.urandom(16).hex())
+    host = "127.0.0.1" if one_host else _own_address()
+    return server, Address(host, server.getsockname()[1], os.urandom(16).hex())
 
 
 def _own_address() -> str:
-    """Return the address that this host has in the network of the rendezvous."""
-    master = os.environ.get("MASTER_ADDR", "")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master or "192.0.2.1", 1))  # sends nothing: the system only chooses a route
+    """Return the address that this host has in the network of the rendezvous, or else in that of its default route."""
+    documentation = "192.0.2.1"  # an address that no host has: the route to it is the default
+    for peer in (os.environ.get("MASTER_ADDR") or documentation, documentation):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 1))  # sends nothing: the system only chooses a route
             found: str = probe.getsockname()[0]
-        if not found.startswith("127."):
-            return found
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+            if not found.startswith("127."):  # on the host of the rendezvous its name may stand for loopback
+                return found
+    return "127.0.0.1"
 
 
 def connect(address: Address, seconds: float) -> socket.socket:
@@ -52,8 +50,7 @@ def connect(address: Address, seconds: float) -> socket.socket:
     Raises:
         OSError: nobody listens there, or not within `seconds`.
     """
-    host = "127.0.0.1" if address.host == socket.gethostname() else address.network
-    link = socket.create_connection((host, address.port), timeout=seconds)
+    link = socket.create_connection((address.host, address.port), timeout=seconds)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return link
 
