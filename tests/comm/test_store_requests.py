@@ -14,6 +14,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from torch_shard.comm import rendezvous
+from torch_shard.comm.heartbeat_barrier import HeartbeatBarrier
 from torch_shard.comm.process_groups import ProcessGroups
 from torch_shard.comm.rendezvous import exchange_texts
 from torch_shard.comm.watchdog import Watchdog
@@ -149,6 +151,20 @@ def test_ranks_that_tell_each_other_how_they_differ_ask_little() -> None:
     ends, store = on_ranks(tell)
     assert ends == [([f"what rank {rank} does" for rank in range(SIZE)], "")] * SIZE
     assert max(store.requests.values()) <= AT_MOST + WHILE, max(store.requests.values())
+
+
+def test_ranks_that_wait_at_a_barrier_for_others_at_work_ask_little() -> None:
+    def meet(rank: int) -> None:
+        barrier = HeartbeatBarrier(rendezvous.default_store(), "a save", rank, SIZE, timeout=1.0)
+        if rank % 2:
+            with barrier.heartbeat():
+                time.sleep(2.5)
+        barrier.post("done")
+        barrier.wait("done", list(range(SIZE)))
+
+    ends, store = on_ranks(meet)
+    assert ends == [None] * SIZE  # though nobody would wait for more than a second for a rank without a heartbeat
+    assert max(store.requests[rank] for rank in range(SIZE)) <= AT_MOST + WHILE, store.requests.most_common(3)
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from ..errors import MissingRankError
 from .store_messages import Messages, longest_pause
 
 _PART = 4 << 20  # bytes of a value in the store; torch's store takes at most 8 MiB
+_ASKED = 4  # heartbeats that a waiting rank asks for at a time, however many ranks are missing
 
 
 class HeartbeatBarrier:
@@ -81,7 +82,8 @@ class HeartbeatBarrier:
         """Wait until each of `ranks` has left its message `what`.
 
         Raises:
-            MissingRankError: messages are missing, and no rank that lacks one has sent a heartbeat for `timeout` seconds.
+            MissingRankError: messages are missing, and the first few ranks that lack one have sent no heartbeat for `timeout`
+                seconds.
             RuntimeError: the store is gone.
         """
         missing, messages = set(ranks), Messages(self._store, f"{self._key}/{what}")
@@ -92,16 +94,16 @@ class HeartbeatBarrier:
                 missing -= messages.writers()
             if not missing:
                 return
-            now = time.monotonic()
+            now, asked = time.monotonic(), sorted(missing)[:_ASKED]
             if now > looked + self.timeout / 4:
                 looked = now
-                for rank in missing:
+                for rank in asked:
                     count = self._store.add(self._beat(rank), 0)
                     if count != beats.setdefault(rank, 0):
                         beats[rank], heard = count, now
             if now > heard + self.timeout:
                 raise MissingRankError(
-                    f"rank {self.rank} waits for {what!r} of rank {', '.join(map(str, sorted(missing)))}, of which nothing was "
+                    f"rank {self.rank} waits for {what!r} of rank {', '.join(map(str, asked))}, of which nothing was "
                     f"heard for {self.timeout:.0f} s (ShardConfig.timeout): it has failed, or its process is gone."
                 )
             # The pause grows with the wait, so that at most a twentieth of the wait is lost.
