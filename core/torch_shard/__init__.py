@@ -53,3 +53,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_LAZY[name]}", __name__)
     return getattr(module, name, module)  # optim_state is the module itself
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

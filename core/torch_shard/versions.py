@@ -34,10 +34,10 @@ TESTED = {
     "safetensors": ("0.8.0",),
     "lightning": ("2.6.6",),
     "pytorch-lightning": ("2.6.6",),
-    "transformers": ("5.23.0",),
+    "transformers": ("5.23.0", "5.24.0"),
     "accelerate": ("1.15.0",),
     "peft": ("0.21.2",),
-    "pyyaml": ("6.0.3",),
+    "pyyaml": ("6.0.3", "6.0.4"),
 }
 """Versions that the tests were run with."""
 

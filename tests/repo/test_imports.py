@@ -106,9 +106,17 @@ def test_everything_that_torch_shard_exports_exists():
         assert getattr(torch_shard, name) is not None
 
 
+def test_completion_offers_what_is_imported_at_its_first_use():
+    code = "import torch_shard; print(*{*torch_shard.__all__} - {*dir(torch_shard)})"
+    assert run_python("-c", code).stdout.strip() == ""
+
+
 # What the documentation named before the files lay in folders, by module.
 EARLIER_NAMES = {
     "torch_shard": "shard engine_of from_files Engine ShardConfig Precision Quantized Offload make_plan Plan ShardTensor",
+    "torch_shard.offload": "Offload",
+    "torch_shard.versions": "check_torch",
+    "torch_shard.fsdp.wrap": "ModuleWrapPolicy",
     "torch_shard.statistics": "Statistics",
     "torch_shard.precision": "norms_in",
     "torch_shard.checkpoint.full_files": "open_full",

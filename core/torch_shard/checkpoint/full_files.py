@@ -1,4 +1,4 @@
-"""An earlier import path of :func:`.full.open_files.open_full`."""
+"""The public import path of :func:`.full.open_files.open_full`, which opens a file of full tensors without an engine."""
 
 from __future__ import annotations
 
