@@ -17,8 +17,8 @@ COMMIT = "16cb6eb80dd9"
 KEYS = Tolerance(noise={"*.key.bias": 1e-4}, reason="Adam, and the bias of attention's keys")
 
 
-def example(path: str, digest: str) -> Fetched:
-    return Fetched("huggingface/accelerate", COMMIT, f"examples/{path}", digest)
+def example(path: str, digest: str, needs: Sequence[str] = ()) -> Fetched:
+    return Fetched("huggingface/accelerate", COMMIT, f"examples/{path}", digest, needs)
 
 
 def script(path: str) -> Packaged:

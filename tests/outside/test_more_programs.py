@@ -116,7 +116,7 @@ PROGRAMS = [
     ),
     Program(
         "accelerate by_feature/schedule_free",
-        example("by_feature/schedule_free.py", "2abb18fe5e6f4107"),
+        example("by_feature/schedule_free.py", "2abb18fe5e6f4107", needs=["schedulefree"]),
         (), ACCELERATE, prepare=paraphrases, stand_ins=["local_metrics"], tolerance=KEYS, imports_from=["."],
     ),
     on_paraphrases(

@@ -161,8 +161,9 @@ def test_sigterm_on_any_rank_ends_the_run_on_all_after_the_same_step(
     module = Steps()
     callbacks = [Notes(), OnExceptionCheckpoint(tmp_path)]
     t = trainer("lightning", world_size, callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-    with pytest.raises(SIGTERMException):
+    with pytest.raises(SIGTERMException) as caught:
         t.fit(module, same_batches(world_size), loader(world_size))
+    assert caught.value.code == 143
     during = "RunningStage.VALIDATING" if moment == "validation" else "RunningStage.TRAINING"
     assert steps == [(SIGTERMException, 6 if moment == "validation" else 3, during)]
     assert "_sigterm_notifier_fn" not in vars(t._signal_connector)
