@@ -78,6 +78,7 @@ PROGRAMS = [
         (*_UNCONDITIONAL, "--use_ema"),
         ACCELERATE,
         prepare=unconditional,
+        ranks=3,
         tolerance=KEYS,
     ),
     Program(

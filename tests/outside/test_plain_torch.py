@@ -38,7 +38,7 @@ def _classes(folder: Path) -> None:
 NANOGPT = Outside("nanogpt/train.py", "413bd97b40bb400a")
 _NANOGPT = (
     "--dataset={data}", "--backend=gloo", "--out_dir=out", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16",
-    "--batch_size=4", "--gradient_accumulation_steps=4", "--eval_interval=5", "--eval_iters=3", "--log_interval=1",
+    "--batch_size=4", "--gradient_accumulation_steps=6", "--eval_interval=5", "--eval_iters=3", "--log_interval=1",
     "--dtype=float32", "--warmup_iters=2", "--lr_decay_iters=12",
 )  # fmt: skip
 TIMM = Outside("timm/train.py", "f0bb70b9e1c8c576")
@@ -115,6 +115,7 @@ PROGRAMS = [
         TORCHRUN,
         then=[(*_NANOGPT, "--compile=False", "--max_iters=17", "--init_from=resume")],
         prepare=_tokens,
+        ranks=3,
         beside=["configurator.py"],
         stand_ins=["cpu_as_cuda"],
     ),
