@@ -66,7 +66,9 @@ class Partners:
 
     def __init__(self, rank: int, addresses: Sequence[wire.Address], seconds: float) -> None:
         self.rank, self.seconds = rank, seconds
-        self._addresses = list(addresses)
+        # On this rank's host loopback leads to a partner even after the host has got another address.
+        own = addresses[rank].host
+        self._addresses = [each._replace(host="127.0.0.1") if each.host == own else each for each in addresses]
         self._links: dict[int, socket.socket] = {}
         self._readers = itertools.count()  # numbers for reads: one may run inside another
 
